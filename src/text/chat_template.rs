@@ -7,20 +7,21 @@
 
 use super::json_input::{check_messages, check_size, check_tools};
 use super::special_tokens::{parse_config, SpecialTokens};
-use super::template::{self, Variable, Variables, MAX_SOURCE_BYTES};
+use super::template::{Template, Variable, Variables, MAX_SOURCE_BYTES};
 use crate::error::{Context, Error, ErrorKind, Result};
 use serde_json::{Map, Value};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 /// A compiled-and-checked chat template, or the pair of them that some models have.
 ///
-/// Calls take `&self`; several threads may render at the same time. Each rendering starts a thread
-/// of its own and compiles the template again, which takes about a millisecond.
+/// Calls take `&self`; several threads may render at the same time. The first rendering begins a thread
+/// that keeps the template compiled, for as long as the template lives.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
-    default: String,
+    default: Arc<Template>,
     /// The template used instead of `default` when tools are given.
-    tool_use: Option<String>,
+    tool_use: Option<Arc<Template>>,
 }
 
 /// The input from which a conversation is rendered.
@@ -43,8 +44,7 @@ pub struct ChatInput<'a> {
 impl ChatTemplate {
     /// Makes a template from its source, which is checked in size and syntax but not yet run.
     pub fn compile(source: &str) -> Result<Self> {
-        template::check(source)?;
-        Ok(ChatTemplate { default: source.to_owned(), tool_use: None })
+        Ok(ChatTemplate { default: Arc::new(Template::new(source)?), tool_use: None })
     }
 
     /// Makes the template of a model folder, from the contents of `chat_template.jinja`, which
@@ -89,8 +89,8 @@ impl ChatTemplate {
         };
         let mut compiled = Self::compile(default)?;
         if let Some(source) = tool_use {
-            template::check(source).context(|| "the template \"tool_use\"")?;
-            compiled.tool_use = Some(source.to_owned());
+            let template = Template::new(source).context(|| "the template \"tool_use\"")?;
+            compiled.tool_use = Some(Arc::new(template));
         }
         Ok(Some(compiled))
     }
@@ -138,7 +138,7 @@ impl ChatTemplate {
 
     /// Returns the source, the one for tools if there is one.
     pub fn source(&self) -> &str {
-        self.tool_use.as_deref().unwrap_or(&self.default)
+        self.tool_use.as_ref().unwrap_or(&self.default).source()
     }
 
     /// Returns the text of a conversation. Errors are of kind
@@ -196,8 +196,8 @@ impl ChatTemplate {
             }
             variables.push((name, Variable::Json(value)));
         }
-        let source = self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(&self.default);
-        match template::render(source, &variables, now) {
+        let template = self.tool_use.as_ref().filter(|_| tools.is_some()).unwrap_or(&self.default);
+        match template.render(&variables, now) {
             Err(error) if error.kind() == ErrorKind::Template => {
                 // "+ is not defined for string and sequence" says little: if the template takes the same conversation
                 // with plain contents, these are what is wrong with it.
@@ -210,7 +210,7 @@ impl ChatTemplate {
                 let others = variables.into_iter().filter(|(name, _)| *name != "messages");
                 let plain = ("messages", Variable::Json(&plain));
                 let variables = others.chain([plain]).collect();
-                Err(match template::render(source, &variables, now) {
+                Err(match template.render(&variables, now) {
                     Ok(_) => Error::invalid_argument(what),
                     Err(_) => error,
                 })

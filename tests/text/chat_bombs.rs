@@ -64,6 +64,13 @@ fn bombs() -> Vec<(String, String)> {
         add(&format!("tojson {n}"), rounds("{% set ns.s = [ns.s, ns.s] | tojson %}"));
         add(&format!("nest list {n}"), rounds("{% set ns.l = [ns.l] %}") + "{{ ns.l }}");
         add(&format!("nest list silently {n}"), rounds("{% set ns.l = [ns.l] %}"));
+        let deep = format!("{{% set ns.l = {}ns.l{} %}}", "[".repeat(40), "]".repeat(40));
+        add(&format!("nest many lists {n}"), rounds(&deep));
+        add(&format!("nest more lists {n}"), rounds(&deep.repeat(100)));
+        add(&format!("nest many lists {} times", n / 5), {
+            let body = format!("{{% for i in range({}) %}}{deep}{{% endfor %}}", n / 5);
+            format!("{{% set ns = namespace(l=1) %}}{body}{{{{ ns.l is string }}}}")
+        });
         add(&format!("double list {n}"), rounds("{% set ns.l = ns.l + ns.l %}"));
         add(&format!("repeat list {n}"), rounds("{% set ns.l = ns.l * 2 %}"));
         add(&format!("shared lists {n}"), rounds("{% set ns.l = [ns.l, ns.l] %}") + "{{ ns.l }}");

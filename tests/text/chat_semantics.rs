@@ -1,6 +1,7 @@
 //! The sources of templates, what they see, and what their errors say.
 
 use serde_json::json;
+use std::time::{Duration, UNIX_EPOCH};
 use xserv::error::ErrorKind;
 use xserv::text::{what_was_left_out, ChatInput, ChatTemplate, SpecialTokens};
 
@@ -136,7 +137,7 @@ fn long_conversations_are_within_the_budget() {
     assert!(text.len() > 8_000_000 && text.ends_with("1000"));
 }
 
-/// Rendering is done by threads that know nothing of each other.
+/// Callers share the threads that render, and never each other's texts.
 #[test]
 fn many_threads_at_once() {
     let template =
@@ -146,10 +147,71 @@ fn many_threads_at_once() {
             scope.spawn(|| {
                 for _ in 0..20 {
                     assert_eq!(render_with(&template, None), "Hi");
+                    let own = json!([{"role": "user", "content": format!("{:?}", std::thread::current().id())}]);
+                    let input = ChatInput {
+                        messages: &own,
+                        tools: None,
+                        variables: None,
+                        add_generation_prompt: false,
+                        special_tokens: &SpecialTokens::default(),
+                    };
+                    let text = template.render(&input).unwrap();
+                    assert_eq!(Some(text.as_str()), own[0]["content"].as_str());
                 }
             });
         }
     });
+}
+
+/// The thread that keeps a template compiled renders many conversations, of which each has all of its budget, its own
+/// variables and its own time, whatever became of the ones before.
+#[test]
+fn renderings_leave_nothing_behind() {
+    let source = "{{ strftime_now('%Y') }}{% set ns = namespace(l=[], old=old) %}{% if fail %}\
+        {% set ns.ns = ns %}{{ raise_exception('no') }}{% endif %}{% for i in range(2000) %}\
+        {% set ns.l = [ns.l, i] %}{% endfor %}{{ ns.old }} {{ fresh is defined }}{% set fresh = 1 %}";
+    let template = ChatTemplate::compile(source).unwrap();
+    let at = |year: u64, variables: serde_json::Value| {
+        let input = ChatInput {
+            messages: &json!([{"role": "user", "content": "Hi"}]),
+            tools: None,
+            variables: variables.as_object(),
+            add_generation_prompt: false,
+            special_tokens: &SpecialTokens::default(),
+        };
+        let now = UNIX_EPOCH + Duration::from_secs((year - 1970) * 31_557_600 + 1_000_000);
+        template.render_at(&input, now).map_err(|error| error.to_string())
+    };
+    for year in 1990..2020 {
+        assert_eq!(at(year, json!({"old": year})).unwrap(), format!("{year}{year} False"));
+        assert_eq!(at(year, json!({})).unwrap(), format!("{year} False"));
+        assert!(at(year, json!({"fail": true})).unwrap_err().contains("raise_exception: no"));
+    }
+}
+
+/// Variables that are deep have a stack that is deep enough, however small the caller's.
+#[test]
+fn deep_variables_are_rendered_like_others() {
+    let template = ChatTemplate::compile("{{ a | string | length }} {{ a is sequence }}").unwrap();
+    for depth in [1, 23, 24, 25, 120] {
+        let nested = (0..depth).fold(json!(1), |inner, _| json!([inner]));
+        let body = || {
+            let variables = json!({"a": nested});
+            let input = ChatInput {
+                messages: &json!([{"role": "user", "content": "Hi"}]),
+                tools: None,
+                variables: variables.as_object(),
+                add_generation_prompt: false,
+                special_tokens: &SpecialTokens::default(),
+            };
+            template.render(&input).unwrap()
+        };
+        let text = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(128 << 10);
+            thread.spawn_scoped(scope, body).unwrap().join().unwrap()
+        });
+        assert_eq!(text, format!("{} True", 2 * depth + 1));
+    }
 }
 
 #[test]

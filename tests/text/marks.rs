@@ -270,7 +270,10 @@ proptest! {
         let input = conversation(Value::from(messages));
         let (ids, _) = family.ids(&input).unwrap();
         prop_assert_eq!(family.count(&ids, &family.spellings), 2 * texts.len() + 1);
-        prop_assert_eq!(family.tokenizer.decode(&ids, false).unwrap(), family.render(&input).unwrap());
+        // The normaliser composes some characters, whether the text has marks or not.
+        let whole = family.tokenizer.encode(&family.render(&input).unwrap(), false, true).unwrap();
+        let decode = |ids: &[u32]| family.tokenizer.decode(ids, false).unwrap();
+        prop_assert_eq!(decode(&ids), decode(&whole));
     }
 }
 

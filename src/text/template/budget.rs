@@ -13,11 +13,12 @@ use minijinja::value::Value;
 use minijinja::{Error, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::MAX_OUTPUT_BYTES;
 use crate::error::check_room;
 
+/// The longest rendered text, and the longest intermediate string, in bytes.
+pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
 /// Bytes of strings alive at the same time.
 const MAX_STRING_BYTES: usize = 48 << 20;
 /// Bytes of list elements and map entries over the whole rendering.
@@ -27,7 +28,7 @@ const MAX_WRITTEN_BYTES: u64 = 24 << 20;
 /// Text that is written and shorter than this is not checked to find memory.
 const CHECKED_BYTES: usize = 64 << 10;
 /// Units of work over the whole rendering.
-const MAX_WORK: u64 = 1_000_000_000;
+pub(super) const MAX_WORK: u64 = 1_000_000_000;
 /// The time limit.
 const MAX_TIME: Duration = Duration::from_millis(1800);
 /// Strings shorter than this are not watched: the number of instructions bounds them.
@@ -41,15 +42,21 @@ pub(super) trait Emptied: Send + Sync {
     fn empty(&self);
 }
 
-/// The budget of one rendering, shared by all its functions.
+/// The budget of one rendering after the other, shared by all functions of a template.
 pub(super) struct Budget {
-    started: Instant,
+    clock: Mutex<Clock>,
     work: AtomicU64,
+    max_work: AtomicU64,
     calls: AtomicU64,
     structure: AtomicU64,
     written: AtomicU64,
     strings: Mutex<Strings>,
     kept: Mutex<Vec<Arc<dyn Emptied>>>,
+}
+
+struct Clock {
+    started: Instant,
+    now: SystemTime,
 }
 
 #[derive(Default)]
@@ -84,8 +91,9 @@ pub(super) fn no_memory() -> Error {
 impl Budget {
     pub fn new() -> Self {
         Budget {
-            started: Instant::now(),
+            clock: Mutex::new(Clock { started: Instant::now(), now: UNIX_EPOCH }),
             work: AtomicU64::new(0),
+            max_work: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             structure: AtomicU64::new(0),
             written: AtomicU64::new(0),
@@ -94,17 +102,38 @@ impl Budget {
         }
     }
 
+    /// Begins a rendering of at most `max_work` units, up to [`MAX_WORK`]. `now`: the time that `strftime_now`
+    /// gives.
+    pub fn begin(&self, max_work: u64, now: SystemTime) {
+        *self.clock.lock().unwrap_or_else(PoisonError::into_inner) =
+            Clock { started: Instant::now(), now };
+        self.max_work.store(max_work.min(MAX_WORK), Ordering::Relaxed);
+        for count in [&self.work, &self.calls, &self.structure, &self.written] {
+            count.store(0, Ordering::Relaxed);
+        }
+        *self.strings.lock().unwrap_or_else(PoisonError::into_inner) = Strings::default();
+    }
+
+    /// Returns the time that `strftime_now` gives.
+    pub fn now(&self) -> SystemTime {
+        self.clock.lock().unwrap_or_else(PoisonError::into_inner).now
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.clock.lock().unwrap_or_else(PoisonError::into_inner).started.elapsed()
+    }
+
     /// Takes units of work.
     pub fn work(&self, units: u64) -> Result<(), Error> {
         let before = self.work.fetch_add(units, Ordering::Relaxed);
         let after = before.saturating_add(units);
-        if after > MAX_WORK {
+        if after > self.max_work.load(Ordering::Relaxed) {
             return Err(fail("it does more work than is allowed"));
         }
         // The clock is read at most 64 calls or a quarter of a million units apart.
         let calls = self.calls.fetch_add(1, Ordering::Relaxed);
         let ask = calls.is_multiple_of(64) || before >> 18 != after >> 18;
-        if ask && self.started.elapsed() > MAX_TIME {
+        if ask && self.elapsed() > MAX_TIME {
             return Err(fail(format!("it takes longer than {} ms", MAX_TIME.as_millis())));
         }
         Ok(())

@@ -7,10 +7,10 @@ use super::values::to_text;
 use minijinja::value::{Rest, Value, ValueOrKwargs};
 use minijinja::{Environment, Error, State};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
-/// Adds the functions. `now`: the time that `strftime_now` gives.
-pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>, now: SystemTime) {
+/// Adds the functions.
+pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
     type Global = fn(&Arc<Budget>, &[Value]) -> Result<Value, Error>;
     let functions: [(&'static str, Global); 4] = [
         ("range", range),
@@ -36,7 +36,7 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>, now
             format.as_str().ok_or_else(|| fail("strftime_now: the format must be a string"))?;
         budget.work(60)?;
         budget.bytes(format.len().saturating_mul(16))?;
-        let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since = budget.now().duration_since(UNIX_EPOCH).unwrap_or_default();
         budget.string(strftime(format, since)?)
     });
 }

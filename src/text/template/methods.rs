@@ -4,9 +4,8 @@
 //! paid; those that build something are here. Methods that change an object do not exist:
 //! Transformers renders in Jinja's immutable sandbox, where they are errors too.
 
-use super::budget::{fail, Budget, Text};
+use super::budget::{fail, Budget, Text, MAX_OUTPUT_BYTES};
 use super::operators::{arg, split_args};
-use super::MAX_OUTPUT_BYTES;
 use minijinja::formatting::{format, FormatStyle};
 use minijinja::value::{Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};

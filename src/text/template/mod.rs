@@ -8,44 +8,43 @@
 //! functions (`operators.rs`, `filters.rs`, `methods.rs`, `functions.rs`) draw on one
 //! [`budget::Budget`] of work and memory, which ends a template with an error.
 //!
-//! Source, parsing and running also need a deep stack (chains such as `not not not ...` recurse),
-//! so all of it happens on a thread of its own, which ends with the rendering.
+//! Parsing, running and dropping values also need a stack, as deep as chains such as `not not not
+//! ...` and lists within lists go, so none of it happens on the caller's. Ordinary templates have
+//! threads that keep them compiled and render for one caller after the other (`renderers.rs`). What
+//! these do not take has a thread of its own with a stack for the worst, which ends with the
+//! rendering.
 
 mod budget;
+mod compiled;
 mod filters;
 mod functions;
 mod json;
 mod methods;
 mod namespace;
 mod operators;
+mod renderers;
 mod rewrite;
 mod values;
 
-use super::{guarded, shortened};
-use crate::error::{check_room, Error, ErrorKind, Result};
+pub(super) use self::compiled::MAX_SOURCE_BYTES;
+
+use self::compiled::{compile_and, Runner};
+use self::renderers::{Job, Renderers};
+use super::guarded;
+use crate::error::{ErrorKind, Result};
 use crate::threads::run_apart;
-use budget::{Budget, NoMemory};
-use minijinja::machinery::{eval, make_string_output, parse, CodeGenerator};
-use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
-use minijinja::{AutoEscape, Environment};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-/// The longest template source, in bytes. The longest published ones have about 20 KiB.
-pub(super) const MAX_SOURCE_BYTES: usize = 64 << 10;
-/// The bytes of memory that syntax trees and instructions take for each byte of the source, at most.
-const ROOM_PER_SOURCE_BYTE: usize = 512;
-/// The longest rendered text, and the longest intermediate string, in bytes.
-pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
-/// The limit of minijinja's instructions. The rewriting adds up to one for each of the template's.
-const FUEL: u64 = 2_000_000;
-/// The stack of a thread that renders, enough for the deepest chain that fits into
+/// The stack of a thread that renders anything, enough for the deepest chain that fits into
 /// [`MAX_SOURCE_BYTES`] and for the deepest value that the budget pays for; committed as it is used.
 const RENDER_STACK_BYTES: usize = 256 << 20;
 /// The stack of a thread that only compiles: for each byte of the source, and for short ones.
 const CHECK_STACK_PER_BYTE: usize = RENDER_STACK_BYTES / MAX_SOURCE_BYTES;
 const CHECK_STACK_BYTES: usize = 1 << 20;
+/// The deepest nesting of variables that are converted on the stack of the caller.
+const MAX_DEPTH_HERE: usize = 24;
 
 /// The variables that a template sees: names and JSON values.
 pub(super) type Variables<'a> = Vec<(&'a str, Variable<'a>)>;
@@ -57,84 +56,62 @@ pub(super) enum Variable<'a> {
     Flag(bool),
 }
 
-/// Checks that a template can be compiled.
-pub(super) fn check(source: &str) -> Result<()> {
-    let per_source = source.len().min(MAX_SOURCE_BYTES) * CHECK_STACK_PER_BYTE;
-    on_own_thread(per_source + CHECK_STACK_BYTES, || compile_and(source, |_, _| Ok(())))
+/// A template that can be compiled.
+#[derive(Debug)]
+pub(super) struct Template {
+    source: Arc<str>,
+    /// The threads that keep it compiled; `None` if it is nested too deeply for their stacks.
+    renderers: Option<Renderers>,
 }
 
-/// Renders a template. `now`: the time that `strftime_now` gives.
-pub(super) fn render(source: &str, variables: &Variables<'_>, now: SystemTime) -> Result<String> {
-    on_own_thread(RENDER_STACK_BYTES, || {
-        compile_and(source, |generator, budget| {
-            let (instructions, blocks) = generator.finish();
-            let env = environment(budget, now);
-            let context = Value::from_pairs(variables.iter().map(|(name, variable)| {
-                let value = match variable {
-                    Variable::Json(json) => values::from_json(json),
-                    Variable::Text(text) => Value::from(*text),
-                    Variable::Flag(flag) => Value::from(*flag),
-                };
-                (Value::from(*name), value)
-            }));
-            let mut text = String::new();
-            let outcome = {
-                let mut output = make_string_output(&mut text);
-                eval(&env, &instructions, context, &blocks, &mut output, AutoEscape::None).map(drop)
-            };
-            budget.empty_kept();
-            outcome.map_err(|e| template_error(&e))?;
-            if text.len() > MAX_OUTPUT_BYTES {
-                return Err(Error::new(
-                    ErrorKind::Template,
-                    format!("the chat template's text is longer than {MAX_OUTPUT_BYTES} bytes"),
-                ));
-            }
-            Ok(text)
-        })
-    })
-}
-
-/// Parses, rewrites and compiles, and hands the result to `then`. All trees are dropped while the
-/// thread's deep stack exists.
-fn compile_and<T>(
-    source: &str,
-    then: impl FnOnce(CodeGenerator<'_>, &Arc<Budget>) -> Result<T>,
-) -> Result<T> {
-    if source.len() > MAX_SOURCE_BYTES {
-        return Err(Error::new(
-            ErrorKind::Template,
-            format!(
-                "the chat template has {} bytes, at most {MAX_SOURCE_BYTES} are allowed",
-                source.len()
-            ),
-        ));
+impl Template {
+    /// Checks that the template can be compiled.
+    pub fn new(source: &str) -> Result<Self> {
+        let per_source = source.len().min(MAX_SOURCE_BYTES) * CHECK_STACK_PER_BYTE;
+        let depth = on_own_thread(per_source + CHECK_STACK_BYTES, || {
+            compile_and(source, |compiled| Ok(compiled.depth))
+        })?;
+        let source: Arc<str> = source.into();
+        let renderers = (depth <= renderers::MAX_DEPTH).then(|| Renderers::new(source.clone()));
+        Ok(Template { source, renderers })
     }
-    check_room(source.len().saturating_mul(ROOM_PER_SOURCE_BYTE), "the chat template")?;
-    let budget = Arc::new(Budget::new());
-    let source = rewrite::without_generation_tags(source);
-    // These are the settings of Transformers' `_compile_jinja_template`
-    // (utils/chat_template_utils.py).
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()
-        .map_err(|e| template_error(&e))?;
-    let tree = parse(&source, "chat_template", syntax).map_err(|e| template_error(&e))?;
-    let tree = rewrite::rewrite(&tree)?;
-    let mut generator = CodeGenerator::new("chat_template", &source);
-    generator.compile_stmt(&tree);
-    then(generator, &budget)
+
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Renders the template. `now`: the time that `strftime_now` gives.
+    pub fn render(&self, variables: &Variables<'_>, now: SystemTime) -> Result<String> {
+        if let Some(renderers) = &self.renderers {
+            if let Some(variables) = context(variables, MAX_DEPTH_HERE) {
+                if let Some(text) = renderers.render(Job { variables, now })? {
+                    return Ok(text);
+                }
+            }
+        }
+        on_own_thread(RENDER_STACK_BYTES, || {
+            compile_and(&self.source, |compiled| {
+                let variables = context(variables, usize::MAX).unwrap_or_default();
+                let runner = Runner::new();
+                runner.budget().begin(budget::MAX_WORK, now);
+                runner.run(compiled, variables)
+            })
+        })
+    }
 }
 
-fn environment(budget: &Arc<Budget>, now: SystemTime) -> Environment<'static> {
-    let mut env = Environment::empty();
-    env.set_fuel(Some(FUEL));
-    operators::register(&mut env, budget);
-    filters::register(&mut env, budget);
-    functions::register(&mut env, budget, now);
-    methods::register(&mut env, budget);
-    env
+/// Returns the variables as minijinja takes them, or nothing if one is nested more than `max_depth` deep.
+fn context(variables: &Variables<'_>, max_depth: usize) -> Option<Value> {
+    let mut pairs = Vec::with_capacity(variables.len());
+    for (name, variable) in variables {
+        let value = match variable {
+            Variable::Json(json) => values::from_json(json, max_depth)?,
+            Variable::Text(text) => Value::from(*text),
+            Variable::Flag(flag) => Value::from(*flag),
+        };
+        pairs.push((Value::from(*name), value));
+    }
+    Some(Value::from_pairs(pairs))
 }
 
 /// Runs `body` on a fresh thread with a stack of its own.
@@ -145,51 +122,4 @@ fn on_own_thread<T: Send>(
     run_apart("xserv-template", stack_bytes, || {
         guarded(ErrorKind::Template, "the chat template fails", body)
     })
-}
-
-/// Makes a sentence from minijinja's error: its message, the line, and the innermost cause.
-fn template_error(error: &minijinja::Error) -> Error {
-    use std::fmt::Write as _;
-    let mut innermost = error;
-    while let Some(cause) = std::error::Error::source(innermost) {
-        if cause.is::<NoMemory>() {
-            return Error::new(ErrorKind::OutOfMemory, "out of memory for the chat template");
-        }
-        let Some(cause) = cause.downcast_ref::<minijinja::Error>() else { break };
-        innermost = cause;
-    }
-    let mut sentence = "chat template".to_owned();
-    if let Some(line) = innermost.line().or_else(|| error.line()) {
-        let _ = write!(sentence, ", line {line}");
-    }
-    let what = match innermost.kind() {
-        minijinja::ErrorKind::OutOfFuel => format!("it takes more than {FUEL} steps"),
-        kind => match innermost.detail() {
-            Some(detail) => shortened(detail),
-            None => kind.to_string(),
-        },
-    };
-    let _ = write!(sentence, ": {what}");
-    Error::new(ErrorKind::Template, sentence)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{budget, template_error};
-    use crate::error::ErrorKind;
-
-    #[test]
-    fn lack_of_memory_is_not_the_templates_fault() {
-        let outer = |cause| {
-            minijinja::Error::new(minijinja::ErrorKind::BadInclude, "outer").with_source(cause)
-        };
-        for error in [budget::no_memory(), outer(budget::no_memory())] {
-            assert_eq!(template_error(&error).kind(), ErrorKind::OutOfMemory, "{error}");
-        }
-        for error in [budget::fail("too long"), outer(budget::fail("too long"))] {
-            let told = template_error(&error);
-            assert_eq!(told.kind(), ErrorKind::Template);
-            assert!(told.message().contains("too long"), "{told}");
-        }
-    }
 }

@@ -30,7 +30,7 @@ pub(super) fn add_filter(
 }
 
 pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
-    let filters: [(&'static str, Native); 13] = [
+    let filters: [(&'static str, Native); 14] = [
         ("§add", |budget, _, args| add(budget, arg(args, 0)?, arg(args, 1)?)),
         ("§concat", |budget, _, args| concat(budget, arg(args, 0)?, arg(args, 1)?)),
         ("§mul", |budget, _, args| multiply(budget, arg(args, 0)?, arg(args, 1)?)),
@@ -45,6 +45,11 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
             let map = arg(args, 0)?;
             budget.structure(120 + 120 * map.len().unwrap_or(0))?;
             Ok(map.clone())
+        }),
+        ("§list", |budget, _, args| {
+            let list = arg(args, 0)?;
+            budget.list(list.len().unwrap_or(0))?;
+            Ok(list.clone())
         }),
         ("§iter", |budget, _, args| iterated(budget, arg(args, 0)?)),
         ("§splat", |budget, _, args| {

@@ -6,7 +6,7 @@
 //! | `a + b`, `a * b`, `a % b`, `a ~ b` | a filter: `a \| §add(b)` ... |
 //! | `a[b]`, `a[b:c:d]` | `a \| §item(b)`, `a \| §slice(b, c, d)` |
 //! | `a == b`, `a < b`, `a in b` | the same of `a \| §walk` and `b \| §walk` |
-//! | `{...}` | `{...} \| §map` |
+//! | `{...}`, `[...]` | `{...} \| §map`, `[...] \| §list` |
 //! | `for x in y`, `f(*y)` | `y \| §iter` |
 //! | `set a.b = c` | `a \| §set("b", c)` |
 //! | body of a loop, macro or block | begins with `n \| §tick`, n its number of nodes |
@@ -58,21 +58,23 @@ pub(super) fn without_generation_tags(source: &str) -> String {
     result
 }
 
-/// Rebuilds a whole template.
-pub(super) fn rewrite<'a>(tree: &Stmt<'a>) -> Result<Stmt<'a>> {
-    let mut rewriter = Rewriter { num_nodes: 0, depth: 0 };
-    rewriter.stmt(tree)
+/// Rebuilds a whole template. Returns it and its deepest nesting of statements and expressions.
+pub(super) fn rewrite<'a>(tree: &Stmt<'a>) -> Result<(Stmt<'a>, usize)> {
+    let mut rewriter = Rewriter { num_nodes: 0, depth: 0, deepest: 0 };
+    Ok((rewriter.stmt(tree)?, rewriter.deepest))
 }
 
 struct Rewriter {
     num_nodes: u64,
     depth: usize,
+    deepest: usize,
 }
 
 impl Rewriter {
     fn enter(&mut self) -> Result<()> {
         self.num_nodes += 1;
         self.depth += 1;
+        self.deepest = self.deepest.max(self.depth);
         if self.depth > MAX_DEPTH {
             return Err(refused(format!("it is nested more than {MAX_DEPTH} deep")));
         }
@@ -354,12 +356,14 @@ impl Rewriter {
             }
             Expr::Call(call) => Expr::Call(self.call(call)?),
             Expr::List(list) => {
-                let items = self.exprs(&list.items)?;
-                Expr::List(Spanned::new(ast::List { items }, list.span()))
+                let node = ast::List { items: self.exprs(&list.items)? };
+                let span = list.span();
+                filter("§list", Expr::List(Spanned::new(node, span)), Vec::new(), span)
             }
             Expr::Tuple(tuple) => {
-                let items = self.exprs(&tuple.items)?;
-                Expr::Tuple(Spanned::new(ast::Tuple { items }, tuple.span()))
+                let node = ast::Tuple { items: self.exprs(&tuple.items)? };
+                let span = tuple.span();
+                filter("§list", Expr::Tuple(Spanned::new(node, span)), Vec::new(), span)
             }
             Expr::Map(map) => {
                 let keys = map.keys.iter().map(|key| self.walked(key)).collect::<Result<_>>()?;

@@ -5,9 +5,10 @@ use minijinja::value::{Value, ValueKind};
 use minijinja::Error;
 use std::fmt::Write as _;
 
-/// Converts the caller's JSON, which was already checked in size and depth.
-pub(super) fn from_json(json: &serde_json::Value) -> Value {
-    match json {
+/// Converts the caller's JSON, which was already checked in size and depth. Returns nothing if it is nested
+/// more than `max_depth` deep.
+pub(super) fn from_json(json: &serde_json::Value, max_depth: usize) -> Option<Value> {
+    Some(match json {
         serde_json::Value::Null => Value::from(()),
         serde_json::Value::Bool(flag) => Value::from(*flag),
         serde_json::Value::Number(number) => match (number.as_i64(), number.as_u64()) {
@@ -17,12 +18,18 @@ pub(super) fn from_json(json: &serde_json::Value) -> Value {
         },
         serde_json::Value::String(text) => Value::from(text.as_str()),
         serde_json::Value::Array(items) => {
-            Value::from(items.iter().map(from_json).collect::<Vec<_>>())
+            let max_depth = max_depth.checked_sub(1)?;
+            let items = items.iter().map(|item| from_json(item, max_depth));
+            Value::from(items.collect::<Option<Vec<_>>>()?)
         }
-        serde_json::Value::Object(map) => Value::from_pairs(
-            map.iter().map(|(key, item)| (Value::from(key.as_str()), from_json(item))),
-        ),
-    }
+        serde_json::Value::Object(map) => {
+            let max_depth = max_depth.checked_sub(1)?;
+            let pairs = map
+                .iter()
+                .map(|(key, item)| Some((Value::from(key.as_str()), from_json(item, max_depth)?)));
+            Value::from_pairs(pairs.collect::<Option<Vec<_>>>()?)
+        }
+    })
 }
 
 /// Returns the value as Python's `str()` gives it; undefined becomes the empty string.
