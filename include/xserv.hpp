@@ -273,6 +273,14 @@ class LoadOptions {
   LoadOptions &weights(xserv_weights kind) { return raw_.weights = static_cast<std::uint32_t>(kind), *this; }
   LoadOptions &weights_group_size(std::uint32_t inputs) { return raw_.weights_group_size = inputs, *this; }
   LoadOptions &embeddings(xserv_weights kind) { return raw_.embeddings = static_cast<std::uint32_t>(kind), *this; }
+  LoadOptions &kv_cache_format(xserv_kv_cache_format format) {
+    return raw_.kv_cache_format = static_cast<std::uint32_t>(format), *this;
+  }
+  LoadOptions &activations(xserv_activations format) {
+    return raw_.activations = static_cast<std::uint32_t>(format), *this;
+  }
+  /* The file in which quantised weights are kept; empty (default): none. */
+  LoadOptions &kept_weights(std::string file) { return kept_weights_ = std::move(file), *this; }
   LoadOptions &random_weights(bool on) { return raw_.random_weights = on, *this; }
   LoadOptions &map_files(bool on) { return raw_.map_files = on, *this; }
   LoadOptions &max_context_tokens(std::uint64_t count) { return raw_.max_context_tokens = count, *this; }
@@ -319,7 +327,14 @@ class LoadOptions {
  private:
   friend class Model;
   friend MemoryPlan plan(const std::string &path, const LoadOptions &options);
+  /* The options without their callbacks. They point into this object. */
+  xserv_load_options plain() const {
+    xserv_load_options raw = raw_;
+    if (!kept_weights_.empty()) raw.kept_weights = detail::c_string(kept_weights_, "kept_weights");
+    return raw;
+  }
   xserv_load_options raw_;
+  std::string kept_weights_;
   std::function<bool(float)> progress_;
   std::function<void(xserv_log_level, const char *, const char *)> log_;
 };
@@ -989,7 +1004,8 @@ inline Inspection inspect(const std::string &path) { return Inspection(path); }
 inline MemoryPlan plan(const std::string &path, const LoadOptions &options = LoadOptions()) {
   MemoryPlan plan{};
   plan.struct_size = sizeof plan;
-  detail::check(xserv_plan(detail::c_string(path, "the path"), &options.raw_, &plan));
+  const xserv_load_options raw = options.plain();
+  detail::check(xserv_plan(detail::c_string(path, "the path"), &raw, &plan));
   return plan;
 }
 
@@ -999,7 +1015,7 @@ class Model {
  public:
   /* Loads a folder, or a repo id of the local Hugging Face cache. Blocks while it reads. */
   explicit Model(const std::string &path, const LoadOptions &options = LoadOptions()) {
-    xserv_load_options raw = options.raw_;
+    xserv_load_options raw = options.plain();
     detail::Guarded<const std::function<bool(float)>> progress{options.progress_, nullptr};
     if (options.progress_) {
       raw.progress_user_data = &progress;

@@ -282,11 +282,13 @@ void xserv_context_free(struct xserv_context *context);
 
 /**
  * The type of the elements; layout and numbers of DLPack's DLDataType. Supported: {2, 32, 1} f32,
- * {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
+ * {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64. For the block caches of
+ * xserv_op_attention() alone also {10, 8, 1}, floats of 8 bits (kDLFloat8_e4m3fn).
  */
 typedef struct xserv_tensor_dtype {
   /**
-   * 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat).
+   * 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat),
+   * 10: a float of 8 bits (kDLFloat8_e4m3fn).
    */
   uint8_t code;
   /**
@@ -1267,8 +1269,9 @@ static inline void xserv_attention_options_default(xserv_attention_options *opti
  * k^T) v, where query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA
  * rounds the weights of 16-bit types before they meet the values.
  *
- * q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the
- * others. options may be NULL for the defaults. Three forms:
+ * q, k, v, out: all f32, all f16 or all bf16; a block cache may also have k and v of 8-bit floats
+ * (e4m3fn), contiguous, which become numbers of q's type where they are used. out has the shape of
+ * q and shares no memory with the others. options may be NULL for the defaults. Three forms:
  *
  * - batched, without index arrays: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len,
  *   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted

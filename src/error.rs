@@ -7,6 +7,8 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
+use crate::reserve;
+
 /// The class of an error, of the few that a caller can act upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
@@ -164,10 +166,8 @@ impl<T> Context<T> for Result<T> {
 /// Every allocation whose size comes from a file or a caller goes through this (or
 /// [`try_filled`]): Rust's own growth aborts the process when memory is short.
 pub fn try_with_capacity<T>(capacity: usize, what: &str) -> Result<Vec<T>> {
-    let mut v = Vec::new();
-    v.try_reserve_exact(capacity)
-        .map_err(|_| Error::out_of_memory(what, capacity.saturating_mul(size_of::<T>())))?;
-    Ok(v)
+    reserve::vec_with_capacity(capacity)
+        .ok_or_else(|| Error::out_of_memory(what, capacity.saturating_mul(size_of::<T>())))
 }
 
 /// Fails if `bytes` could not be allocated now.
@@ -176,7 +176,9 @@ pub fn try_with_capacity<T>(capacity: usize, what: &str) -> Result<Vec<T>> {
 /// if more than they will take is available now, they will find it (unless another thread takes it
 /// first).
 pub fn check_room(bytes: usize, what: &str) -> Result<()> {
-    let room: Vec<u8> = try_with_capacity(bytes, what)?;
+    // The reserve counts: the dependencies can use it.
+    let mut room: Vec<u8> = Vec::new();
+    room.try_reserve_exact(bytes).map_err(|_| Error::out_of_memory(what, bytes))?;
     // Otherwise the compiler may remove the allocation and assume that it succeeded.
     std::hint::black_box(room.as_ptr());
     Ok(())

@@ -44,8 +44,9 @@
 //! and, from its first request on, a thread for its scheduler ([`engine`]), which runs all forward
 //! passes, takes part in their kernels, and sleeps when there is nothing to do. Callers wait for it
 //! and do the rest themselves: tokenizing, detokenizing, stop strings and callbacks. A chat
-//! template runs on a thread of its own, for its large stack. A load has a thread for the tokenizer
-//! and one that starts the GPU, both of which end before it returns.
+//! template is rendered by threads that keep it compiled, up to four of which wait for more; what is
+//! unusual about a rendering has a thread of its own, for its large stack. A load has a thread for the
+//! tokenizer and one that starts the GPU, both of which end before it returns.
 
 pub mod api;
 pub mod backend;
@@ -72,10 +73,10 @@ pub mod thread_state;
 pub mod threads;
 
 pub use api::{
-    parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DType, DeviceChoice, Error,
-    ErrorKind, Event, FinishReason, Generation, LoadOptions, LogProbs, LogitsEvent, Message, Model,
-    PromptLogProbs, Request, Response, Result, Sampling, Stream, TokenLogProb, TokenScore,
-    ToolCall, ToolChoice, ToolForm, WeightStorage,
+    parse_response, ActivationFormat, Answer, AnswerFormat, AnswerPart, CancelToken, DType,
+    DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation, KvFormat, LoadOptions,
+    LogProbs, LogitsEvent, Message, Model, PromptLogProbs, Request, Response, Result, Sampling,
+    Stream, TokenLogProb, TokenScore, ToolCall, ToolChoice, ToolForm, WeightStorage,
 };
 
 /// The Rust program of README.md is run as a test.

@@ -6,9 +6,12 @@
 //! JSON, templates) make thousands of small allocations that cannot. So this allocator asks the
 //! system first; if that has no memory, and the request is small, it takes a block of the reserve.
 //!
+//! Buffers that are made in one piece and may fail take nothing from it unless they are small
+//! ([`vec_with_capacity`]); those that grow still do.
+//!
 //! A call that needed the reserve goes on to its end, or to an allocation that can fail. Until all
 //! of the reserve has been put back, or the system has as much memory again, functions that begin
-//! something new are refused ([`check`]), so that those under way find what they need. (Waiting for
+//! something new are refused ([`has_room`]), so that those under way find what they need. (Waiting for
 //! all of it would not do: a cache in a regular expression of a tokenizer lives as long as its model,
 //! and must not make the library useless after memory has come back.)
 //!
@@ -23,8 +26,6 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::error::{Error, ErrorKind, Result};
-
 /// The block sizes are powers of two, from this one on.
 const SMALLEST_BLOCK: usize = 64;
 /// The number of block sizes. The largest block, of 512 KiB, has room for the largest single
@@ -36,6 +37,10 @@ const CLASS_BYTES: usize = 512 << 10;
 const RESERVE_BYTES: usize = NUM_CLASSES * CLASS_BYTES;
 /// The number of words that have a bit for every smallest block.
 const CLASS_WORDS: usize = CLASS_BYTES / SMALLEST_BLOCK / 64;
+/// The most bytes that a buffer takes from the reserve if its allocation can fail: enough for what a
+/// step of a small model needs. If it were more, two threads that read pieces of weights would leave
+/// nothing for a third that compiles a regular expression.
+const LARGEST_FALLIBLE: usize = 64 << 10;
 /// Blocks are aligned to their size, but to no more than this.
 const MAX_ALIGN: usize = 4096;
 
@@ -228,41 +233,48 @@ unsafe impl GlobalAlloc for Allocator {
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;
 
+/// Makes a vector with room for `capacity` elements: of the system's memory, unless it is small.
+/// Returns `None` where there is none.
+pub(crate) fn vec_with_capacity<T>(capacity: usize) -> Option<Vec<T>> {
+    let layout = Layout::array::<T>(capacity).ok()?;
+    if cfg!(feature = "reserve") && layout.size() > LARGEST_FALLIBLE {
+        // SAFETY: the size is not 0.
+        let pointer = unsafe { System.alloc(layout) };
+        // SAFETY: the memory is as large and as aligned as `capacity` elements need, and `ALLOCATOR`,
+        // which frees it, gives back to the system what does not lie in the reserve.
+        return (!pointer.is_null())
+            .then(|| unsafe { Vec::from_raw_parts(pointer.cast(), 0, capacity) });
+    }
+    let mut empty = Vec::new();
+    empty.try_reserve_exact(capacity).ok()?;
+    Some(empty)
+}
+
 /// Returns the bytes of the reserve that are in use.
 pub fn bytes_in_use() -> usize {
     RESERVE.bytes_in_use.load(Ordering::Relaxed)
 }
 
-/// Fails while some of the reserve is in use and the system does not have as much memory as the whole
-/// reserve: nothing new should begin then. To be called before any work, and before an object that
-/// lives long is given to the caller.
+/// Whether something new may begin: none of the reserve is in use, or the system has as much memory as
+/// the whole reserve. To be asked before any work, and before an object that lives long is given to the
+/// caller.
 #[inline]
-pub fn check() -> Result<()> {
-    if bytes_in_use() == 0 {
-        return Ok(());
-    }
-    check_system()
+pub fn has_room() -> bool {
+    bytes_in_use() == 0 || has_system()
 }
 
 #[cold]
-fn check_system() -> Result<()> {
+fn has_system() -> bool {
     let layout = Layout::new::<[u8; RESERVE_BYTES]>();
     // SAFETY: the size is not 0; the memory is freed as it was allocated. The compiler must not
     // assume that the allocation succeeds.
-    let has_memory = unsafe {
+    unsafe {
         let pointer = std::hint::black_box(System.alloc(layout));
         if !pointer.is_null() {
             System.dealloc(pointer, layout);
         }
         !pointer.is_null()
-    };
-    if has_memory {
-        return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::OutOfMemory,
-        "the machine's memory is exhausted: free some, or wait until calls that are running end",
-    ))
 }
 
 #[cfg(test)]
@@ -301,6 +313,21 @@ mod tests {
         assert!(OWN.take(layout(1, 8192)).is_null());
         assert!(OWN.take(layout((512 << 10) + 1, 1)).is_null());
         assert_eq!(OWN.offset_of((&raw const sizes).cast()), None);
+    }
+
+    #[test]
+    fn long_vectors_are_freed_and_grow_as_others_do() {
+        let long = LARGEST_FALLIBLE / 4 + 1;
+        for capacity in [0, 1, long] {
+            let mut numbers = vec_with_capacity::<u32>(capacity).unwrap();
+            assert!(numbers.capacity() >= capacity);
+            numbers.extend(0..capacity as u32);
+            numbers.extend(0..long as u32);
+            assert_eq!(numbers.len(), capacity + long);
+            assert_eq!(numbers.first(), Some(&0));
+        }
+        assert!(vec_with_capacity::<u32>(isize::MAX as usize / 4).is_none());
+        assert!(vec_with_capacity::<u32>(usize::MAX).is_none());
     }
 
     #[test]

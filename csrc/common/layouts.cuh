@@ -34,10 +34,15 @@ constexpr int attention_flash_d128_short = 81920;
 constexpr int attention_flash_d256_f32 = 68736;
 constexpr int attention_flash_d256 = 98304;
 constexpr int attention_split_kv_d64 = 65536;
+constexpr int attention_split_kv_fp8_d64 = 81920;
 constexpr int attention_split_kv_d80 = 90112;
+constexpr int attention_split_kv_fp8_d80 = 81920;
 constexpr int attention_split_kv_d96 = 79872;
+constexpr int attention_split_kv_fp8_d96 = 86016;
 constexpr int attention_split_kv_d128 = 65536;
+constexpr int attention_split_kv_fp8_d128 = 65536;
 constexpr int attention_split_kv_d256 = 98304;
+constexpr int attention_split_kv_fp8_d256 = 98304;
 constexpr int attention_flash_wgmma_64_1 = 82208;
 constexpr int attention_flash_wgmma_64_2 = 98592;
 constexpr int attention_flash_wgmma_128_1 = 164128;
@@ -46,6 +51,10 @@ constexpr int attention_fused_chunked_d64 = 34224;
 constexpr int attention_fused_chunked_d128 = 68272;
 constexpr int attention_fused_cluster_d64 = 54448;
 constexpr int attention_fused_cluster_d128 = 107952;
+constexpr int attention_fused_chunked_fp8_d64 = 42416;
+constexpr int attention_fused_chunked_fp8_d128 = 68272;
+constexpr int attention_fused_cluster_fp8_d64 = 66736;
+constexpr int attention_fused_cluster_fp8_d128 = 107952;
 constexpr int attention_fused_project_2 = 144704;
 constexpr int attention_fused_project_3 = 177472;
 constexpr int gemm_simt_nn = 55296;
@@ -279,7 +288,7 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(EmbeddingQuantisedParams, group_size, 80, 4); \
   XSERV_FIELD(EmbeddingQuantisedParams, code, 84, 4); \
   XSERV_FIELD(EmbeddingQuantisedParams, scale_type, 88, 4); \
-  XSERV_FIELD(EmbeddingQuantisedParams, padding, 92, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, are_pieces, 92, 4); \
   static_assert(sizeof(EmbeddingQuantisedParams) == 96, "EmbeddingQuantisedParams has another size in Rust")
 
 #define XSERV_LAYOUT_GemmParams \
@@ -451,6 +460,29 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(Fp8ManyParams, token_group, 572, 4); \
   static_assert(sizeof(Fp8ManyParams) == 576, "Fp8ManyParams has another size in Rust")
 
+#define XSERV_LAYOUT_Fp8PrefillParams \
+  XSERV_FIELD(Fp8PrefillParams, x, 0, 128); \
+  XSERV_FIELD(Fp8PrefillParams, x_scales, 128, 128); \
+  XSERV_FIELD(Fp8PrefillParams, codes, 256, 128); \
+  XSERV_FIELD(Fp8PrefillParams, scales, 384, 128); \
+  XSERV_FIELD(Fp8PrefillParams, out, 512, 8); \
+  XSERV_FIELD(Fp8PrefillParams, bias, 520, 8); \
+  XSERV_FIELD(Fp8PrefillParams, row_scales, 528, 8); \
+  XSERV_FIELD(Fp8PrefillParams, ldo, 536, 8); \
+  XSERV_FIELD(Fp8PrefillParams, num_tokens, 544, 4); \
+  XSERV_FIELD(Fp8PrefillParams, n, 548, 4); \
+  XSERV_FIELD(Fp8PrefillParams, num_tiles, 552, 4); \
+  XSERV_FIELD(Fp8PrefillParams, num_stages, 556, 4); \
+  XSERV_FIELD(Fp8PrefillParams, num_groups, 560, 4); \
+  XSERV_FIELD(Fp8PrefillParams, group_stages, 564, 4); \
+  XSERV_FIELD(Fp8PrefillParams, scale_type, 568, 4); \
+  XSERV_FIELD(Fp8PrefillParams, epilogue, 572, 4); \
+  XSERV_FIELD(Fp8PrefillParams, row_tiles, 576, 4); \
+  XSERV_FIELD(Fp8PrefillParams, token_tiles, 580, 4); \
+  XSERV_FIELD(Fp8PrefillParams, token_group, 584, 4); \
+  XSERV_FIELD(Fp8PrefillParams, padding, 588, 4); \
+  static_assert(sizeof(Fp8PrefillParams) == 640, "Fp8PrefillParams has another size in Rust")
+
 #define XSERV_LAYOUT_QuantisedParams \
   XSERV_FIELD(QuantisedParams, x, 0, 8); \
   XSERV_FIELD(QuantisedParams, codes, 8, 8); \
@@ -566,7 +598,8 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(DequantiseParams, pairs_end, 68, 4); \
   XSERV_FIELD(DequantiseParams, code, 72, 4); \
   XSERV_FIELD(DequantiseParams, scale_type, 76, 4); \
-  static_assert(sizeof(DequantiseParams) == 80, "DequantiseParams has another size in Rust")
+  XSERV_FIELD(DequantiseParams, are_pieces, 80, 4); \
+  static_assert(sizeof(DequantiseParams) == 88, "DequantiseParams has another size in Rust")
 
 #define XSERV_LAYOUT_RmsNormRoundedParams \
   XSERV_FIELD(RmsNormRoundedParams, x, 0, 8); \

@@ -5,7 +5,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <stdint.h>
 
 #include <type_traits>
@@ -68,23 +67,20 @@ __device__ __forceinline__ void wgmma_along_k(float (&d)[kN / 2], uint64_t a, ui
   }
 }
 
-// The same with A in registers, which a warp has as mma.sync has them; they must not change before the wait. A
-// product of e4m3 has 32 inputs, which a warp has as mma.m16n8k32 has them.
-#define XSERV_WGMMA_R(N, TYPES, TRANSPOSED, REGISTERS, A0, A1, A2, A3, B, PREDICATE, ...)       \
+// The same with A in registers, which a warp has as mma.sync has them; they must not change before the wait.
+#define XSERV_WGMMA_R(N, TYPES, REGISTERS, A0, A1, A2, A3, B, PREDICATE, ...)                   \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" PREDICATE ", 0;"                               \
                "wgmma.mma_async.sync.aligned.m64n" N TYPES " {" REGISTERS "}, "                 \
-               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1" TRANSPOSED ";}"          \
+               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;}"                     \
                : __VA_ARGS__                                                                    \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 #define XSERV_WGMMA_R_TYPES(...)                                         \
   if constexpr (std::is_same_v<T, __half>) {                             \
-    XSERV_WGMMA_R_OF("k16.f32.f16.f16", ", 0", __VA_ARGS__);             \
-  } else if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {               \
-    XSERV_WGMMA_R_OF("k32.f32.e4m3.e4m3", "", __VA_ARGS__);              \
+    XSERV_WGMMA_R_OF("k16.f32.f16.f16", __VA_ARGS__);                    \
   } else {                                                               \
-    XSERV_WGMMA_R_OF("k16.f32.bf16.bf16", ", 0", __VA_ARGS__);           \
+    XSERV_WGMMA_R_OF("k16.f32.bf16.bf16", __VA_ARGS__);                  \
   }
-#define XSERV_WGMMA_R_OF(TYPES, TRANSPOSED, N, ...) XSERV_WGMMA_R(N, TYPES, TRANSPOSED, __VA_ARGS__)
+#define XSERV_WGMMA_R_OF(TYPES, N, ...) XSERV_WGMMA_R(N, TYPES, __VA_ARGS__)
 
 template <typename T, int kN>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
@@ -104,6 +100,28 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kN / 2], const uint32
   }
 }
 
+#define XSERV_WGMMA_E(N, REGISTERS, A, B, PREDICATE, ...)                                                           \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" PREDICATE ", 0;"                                                   \
+               "wgmma.mma_async.sync.aligned.m64n" N "k32.f32.e4m3.e4m3 {" REGISTERS "}, %" A ", %" B ", p, 1, 1;}" \
+               : __VA_ARGS__                                                                                        \
+               : "l"(a), "l"(b), "r"(accumulate))
+
+// The same for e4m3 and 32 inputs, both along k; any layout in shared memory.
+template <int kN>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192, "columns for which the instruction is spelled out");
+  if constexpr (kN == 32) {
+    XSERV_WGMMA_E("32", XSERV_R1, "16", "17", "18", XSERV_D16(0));
+  } else if constexpr (kN == 64) {
+    XSERV_WGMMA_E("64", XSERV_R3, "32", "33", "34", XSERV_D32(0));
+  } else if constexpr (kN == 128) {
+    XSERV_WGMMA_E("128", XSERV_R7, "64", "65", "66", XSERV_D32(0), XSERV_D32(32));
+  } else {
+    XSERV_WGMMA_E("192", XSERV_R11, "96", "97", "98", XSERV_D32(0), XSERV_D32(32), XSERV_D32(64));
+  }
+}
+
+#undef XSERV_WGMMA_E
 #undef XSERV_WGMMA_R_TYPES
 #undef XSERV_WGMMA_R_OF
 #undef XSERV_WGMMA_R

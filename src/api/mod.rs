@@ -26,10 +26,10 @@ mod request;
 mod stream;
 
 pub use crate::engine::{
-    parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DeviceChoice,
-    EngineOptions as LoadOptions, EngineStats, Event, FinishReason, Generation, LogLevel, LogProbs,
-    LogTarget, Logger, LogitsEvent, PromptLogProbs, Response, SamplingOverrides as Sampling,
-    TokenLogProb, TokenScore, ToolCall, ToolForm, WeightStorage,
+    parse_response, ActivationFormat, Answer, AnswerFormat, AnswerPart, CancelToken, DeviceChoice,
+    EngineOptions as LoadOptions, EngineStats, Event, FinishReason, Generation, KvFormat, LogLevel,
+    LogProbs, LogTarget, Logger, LogitsEvent, PromptLogProbs, Response,
+    SamplingOverrides as Sampling, TokenLogProb, TokenScore, ToolCall, ToolForm, WeightStorage,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;

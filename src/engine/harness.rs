@@ -25,7 +25,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
-use crate::ops::kv_cache::layout::KvLayout;
+use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use crate::text::{GrammarMatcher, Tokenizer};
 
 /// The sizes of an engine.
@@ -83,7 +83,13 @@ impl Harness {
     /// Returns an engine that runs requests on `model`.
     pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
         let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
-        let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
+        let layout = KvLayout {
+            dtype: DType::F32,
+            format: KvFormat::Dense,
+            num_layers: 1,
+            num_kv_heads: 1,
+            head_dim: 2,
+        };
         let resources = StepResources {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
             swap: KvSwap::on_host(layout),

@@ -32,6 +32,17 @@ const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
 pub(super) fn read_headers(path: &str, options: &EngineOptions) -> Result<ModelHeaders> {
     let format = options.weights.format(options.weights_group_size)?;
     let embeddings = options.embeddings.embeddings_format()?;
+    if options.kept_weights.is_some() {
+        let is_quantised = format.or(embeddings).is_some();
+        if options.random_weights || !is_quantised {
+            let why = if is_quantised {
+                "the weights are random numbers"
+            } else {
+                "neither weights nor embeddings are quantised at load"
+            };
+            return Err(Error::invalid_argument(format!("kept_weights was given, but {why}")));
+        }
+    }
     let mut headers = if options.random_weights {
         Model::read_config_alone(path)?
     } else {
@@ -65,7 +76,10 @@ impl Engine {
             log.log(LogLevel::Debug, LogTarget::Load, || format!("{done} after {seconds:.3} s"));
         };
         check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
-        let headers = read_headers(path, options)?;
+        let mut headers = read_headers(path, options)?;
+        if let Some(file) = &options.kept_weights {
+            headers.recall_output(file);
+        }
         let presumed = headers.presumed();
         for warning in presumed.warnings() {
             log.log(LogLevel::Warning, LogTarget::Load, || warning.clone());
@@ -130,6 +144,9 @@ impl Engine {
             dtype: expected_dtype,
             map_files: options.map_files,
             deterministic: options.deterministic,
+            kv_format: options.kv_format,
+            activations: options.activations,
+            kept_weights: options.kept_weights.clone(),
         };
         let begun = match expected_dtype {
             Some(_) => match opened.begin_on_device(&backend, &load_options, progress) {

@@ -107,5 +107,8 @@ pub use ticket::{Event, Generation, Ticket, TicketHandle};
 
 pub use crate::text::Constraint;
 
-pub use crate::model::{LogProbs, TokenLogProb, TokenScore, WeightStorage, MAX_TOP_LOG_PROBS};
+pub use crate::model::{
+    ActivationFormat, KvFormat, LogProbs, TokenLogProb, TokenScore, WeightStorage,
+    MAX_TOP_LOG_PROBS,
+};
 pub use crate::text::{Answer, AnswerPart, ToolCall, ToolForm};

@@ -1,9 +1,11 @@
 //! The options that a caller gives to a load, and the numbers that they stand for.
 
+use std::path::PathBuf;
+
 use crate::backend::cpu::MAX_THREADS;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::model::{ModelConfig, WeightStorage};
+use crate::model::{ActivationFormat, KvFormat, ModelConfig, WeightStorage};
 
 /// The device that the caller wants for a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,14 +26,22 @@ pub struct EngineOptions {
     pub device: DeviceChoice,
     /// The index of the CUDA device; 0 on the CPU.
     pub device_index: u32,
-    /// Element type of weights and KV cache; `None`: that of the files.
+    /// Element type that is computed with; `None`: that of the files.
     pub dtype: Option<DType>,
+    /// What the KV cache stores, if not numbers of that type.
+    pub kv_format: KvFormat,
+    /// What products with weights of integers take their activations as, on the CPU. On a GPU they are
+    /// numbers of the type that is computed with.
+    pub activations: ActivationFormat,
     /// The storage of the matrices of the layers.
     pub weights: WeightStorage,
     /// The inputs that share a scale in weights quantised at load; 0: 32 for 4 bits, 128 for 8.
     pub weights_group_size: usize,
     /// The storage of the embedding and the output matrix: not 4 bits.
     pub embeddings: WeightStorage,
+    /// The file in which matrices that are quantised at load are kept for later loads: read if it is there, else
+    /// made, and refused if it does not fit.
+    pub kept_weights: Option<PathBuf>,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,
     /// Map weight files instead of reading them.

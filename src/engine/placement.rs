@@ -58,12 +58,20 @@ impl Planned {
         let num_threads = num_threads(options.num_threads)?;
         let limits = step_limits(options, on_device, max_context)?;
         let num_tokens = limits.max_step_tokens();
+        let kv_format = options.kv_format;
         let (memory, available) = if on_device {
             let passes = limits.passes(max_context);
-            let plan = opened.device_plan(dtype, &passes, options.deterministic)?;
+            let plan = opened.device_plan(dtype, kv_format, &passes, options.deterministic)?;
             (plan, Available::Device(None))
         } else {
-            let plan = opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
+            let plan = opened.host_plan(
+                dtype,
+                kv_format,
+                options.activations,
+                num_threads,
+                num_tokens,
+                limits.max_sequences,
+            )?;
             (plan, Available::Host(available_memory_bytes()))
         };
         Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), available })

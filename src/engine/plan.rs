@@ -15,7 +15,7 @@ use crate::memory::DType;
 pub struct Plan {
     /// Whether it goes to a CUDA device, else to the CPU.
     pub on_device: bool,
-    /// Element type of weights and KV cache.
+    /// The element type that is computed with.
     pub dtype: DType,
     /// Bytes of the weights, on a device with the tables of positions.
     pub weights_bytes: u64,

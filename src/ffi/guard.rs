@@ -8,7 +8,7 @@ use std::fmt::Display;
 use std::mem::{align_of, size_of};
 
 use super::status::{set_last_error, xserv_status};
-use crate::error::{try_with_capacity, Error, Result};
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::panic_guard;
 use crate::process::check_not_forking;
 use crate::reserve;
@@ -21,9 +21,21 @@ pub const NUL_TERMINATED: usize = usize::MAX;
 /// a handle): as [`guard`], but refuses while memory is exhausted, for the sake of what is under way.
 pub(super) fn guard_work(body: impl FnOnce() -> Result<()>) -> xserv_status {
     guard(|| {
-        reserve::check()?;
+        check_memory()?;
         body()
     })
+}
+
+/// Fails while memory is exhausted, so that nothing new begins ([`reserve::has_room`]).
+#[inline]
+pub(super) fn check_memory() -> Result<()> {
+    if reserve::has_room() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::OutOfMemory,
+        "the machine's memory is exhausted: free some, or wait until calls that are running end",
+    ))
 }
 
 /// Runs the body of an entry point: in the library's own thread state, panics caught. The error is

@@ -3,21 +3,24 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::guard::{
-    call_host, guard, guard_or, guard_work, init_struct, read_struct, text_argument, with_nul,
-    write_struct, GrowingStruct, Out, NUL_TERMINATED,
+    call_host, check_memory, guard, guard_or, guard_work, init_struct, read_struct, text_argument,
+    with_nul, write_struct, GrowingStruct, Out, NUL_TERMINATED,
 };
 use super::handle::HandleTable;
 use super::status::xserv_status;
-use super::types::{xserv_device_kind, xserv_dtype, xserv_weights};
+use super::types::{
+    xserv_activations, xserv_device_kind, xserv_dtype, xserv_kv_cache_format, xserv_weights,
+};
 use crate::engine::{
-    DeviceChoice, Engine, EngineOptions, LogLevel, LogTarget, Logger, WeightStorage,
+    ActivationFormat, DeviceChoice, Engine, EngineOptions, KvFormat, LogLevel, LogTarget, Logger,
+    WeightStorage,
 };
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::reserve;
 
 /// A loaded model: weights, tokenizer, chat template, KV cache and threads.
 ///
@@ -61,8 +64,9 @@ pub struct xserv_load_options {
     /// The index of the GPU among those that xserv_cuda_device_count() counts; 0 (default): the first.
     /// On the CPU it must be 0.
     pub device_index: u32,
-    /// An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
-    /// another value converts the weights while they are read.
+    /// An xserv_dtype: the type that is computed with, and of weights and KV cache unless the weights are
+    /// quantised or kv_cache_format says otherwise. Default XSERV_DTYPE_AUTO; another value converts the
+    /// weights while they are read.
     pub dtype: u32,
     /// Number of threads for the CPU's kernels, the calling thread included, at most 1024; 0
     /// (default): one for each core that the process may run on. Results do not depend on it. On a
@@ -148,14 +152,35 @@ pub struct xserv_load_options {
     /// serves both where the two are tied. An output matrix that is stored quantised is kept so.
     /// XSERV_WEIGHTS_INT4 is refused.
     pub embeddings: u32,
-    /// Unused, 0.
+    /// An xserv_kv_cache_format: what the KV cache stores; default XSERV_KV_CACHE_AS_COMPUTED. With
+    /// deterministic on a GPU, XSERV_KV_CACHE_FP8 costs decoding a pass over all keys and values that
+    /// widens them.
+    pub kv_cache_format: u32,
+    /// A file in which the matrices that weights and embeddings quantise are kept for later loads, on whatever
+    /// device; NUL-terminated UTF-8, NULL (default): none. If the file is not there, the load makes it, under
+    /// another name beside it until it is complete; several loads may do so at once. If it is there, the
+    /// matrices are read from it and what they were made from is not. A file that does not fit (a version,
+    /// options, or a model other than those it was made with, a damaged or another file) is refused with
+    /// XSERV_STATUS_INVALID_FILE and never overwritten: remove it to have it made anew. One that cannot be
+    /// written, as where the disk is full, fails the load with XSERV_STATUS_IO.
+    ///
+    /// The model is known again by the names, sizes, modification times and headers of its weight files; where
+    /// a time differs, as after a copy, by checksums of its tensors, which are then read. A change that leaves
+    /// all of these is not noticed. Refused without weights or embeddings that are quantised at load, and with
+    /// random_weights. xserv_plan does not look at the file.
+    pub kept_weights: *const c_char,
+    /// An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at load or stored so)
+    /// take their activations as on the CPU; default XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a
+    /// GPU, it changes nothing.
+    pub activations: u32,
+    /// Must be 0.
     pub reserved: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_load_options {
-    const SIZES: &'static [usize] = &[104, 120];
+    const SIZES: &'static [usize] = &[104, 136];
     const NAME: &'static str = "xserv_load_options";
     const HOW: &'static str = "fill it with xserv_load_options_default()";
     fn is_reserved_zero(&self) -> bool {
@@ -185,6 +210,9 @@ unsafe impl GrowingStruct for xserv_load_options {
             weights: xserv_weights::XSERV_WEIGHTS_AS_STORED as u32,
             weights_group_size: 0,
             embeddings: xserv_weights::XSERV_WEIGHTS_AS_STORED as u32,
+            kv_cache_format: xserv_kv_cache_format::XSERV_KV_CACHE_AS_COMPUTED as u32,
+            kept_weights: std::ptr::null(),
+            activations: xserv_activations::XSERV_ACTIVATIONS_AS_COMPUTED as u32,
             reserved: 0,
         }
     }
@@ -367,6 +395,28 @@ fn weights_option(value: u32, name: &str) -> Result<WeightStorage> {
     }
 }
 
+fn kv_cache_option(value: u32) -> Result<KvFormat> {
+    match value {
+        v if v == xserv_kv_cache_format::XSERV_KV_CACHE_AS_COMPUTED as u32 => Ok(KvFormat::Dense),
+        v if v == xserv_kv_cache_format::XSERV_KV_CACHE_FP8 as u32 => Ok(KvFormat::Fp8),
+        v => Err(Error::invalid_argument(format!(
+            "options.kv_cache_format is {v}, not an xserv_kv_cache_format"
+        ))),
+    }
+}
+
+fn activations_option(value: u32) -> Result<ActivationFormat> {
+    match value {
+        v if v == xserv_activations::XSERV_ACTIVATIONS_AS_COMPUTED as u32 => {
+            Ok(ActivationFormat::AsComputed)
+        }
+        v if v == xserv_activations::XSERV_ACTIVATIONS_INT8 as u32 => Ok(ActivationFormat::Int8),
+        v => Err(Error::invalid_argument(format!(
+            "options.activations is {v}, not an xserv_activations"
+        ))),
+    }
+}
+
 fn device_option(value: u32) -> Result<DeviceChoice> {
     match value {
         v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(DeviceChoice::Cpu),
@@ -378,16 +428,39 @@ fn device_option(value: u32) -> Result<DeviceChoice> {
     }
 }
 
+/// Returns the path that an option names.
+///
+/// # Safety
+/// `path` is NULL or ends in a NUL.
+unsafe fn path_option(path: *const c_char, name: &str) -> Result<Option<PathBuf>> {
+    if path.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: by the contract above.
+    match unsafe { text_argument(path, NUL_TERMINATED, name) }? {
+        "" => Err(Error::invalid_argument(format!("{name} is empty"))),
+        path => Ok(Some(PathBuf::from(path))),
+    }
+}
+
 /// Checks the options and converts them, without the callbacks.
-pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptions> {
+///
+/// # Safety
+/// Texts of the options are NULL or end in a NUL.
+pub(super) unsafe fn engine_options(options: &xserv_load_options) -> Result<EngineOptions> {
+    // SAFETY: by the contract above.
+    let kept_weights = unsafe { path_option(options.kept_weights, "options.kept_weights") }?;
     Ok(EngineOptions {
         device: device_option(options.device_kind)?,
         device_index: options.device_index,
         dtype: dtype_option(options.dtype)?,
+        kv_format: kv_cache_option(options.kv_cache_format)?,
+        activations: activations_option(options.activations)?,
         num_threads: options.num_threads as usize,
         weights: weights_option(options.weights, "weights")?,
         weights_group_size: options.weights_group_size as usize,
         embeddings: weights_option(options.embeddings, "embeddings")?,
+        kept_weights,
         map_files: super::guard::flag(options.map_files, "options.map_files")?,
         max_context_tokens: options.max_context_tokens,
         kv_cache_tokens: options.kv_cache_tokens,
@@ -445,7 +518,8 @@ pub unsafe extern "C" fn xserv_load_options_init(
 /// XSERV_STATUS_NO_DEVICE.
 ///
 /// # Safety
-/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
+/// NUL; `model` is writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_load(
@@ -460,7 +534,8 @@ pub unsafe extern "C" fn xserv_load(
         let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
-        let engine_options = engine_options(&options)?;
+        // SAFETY: as above.
+        let engine_options = unsafe { engine_options(&options) }?;
         let mut progress = |fraction: f32| match options.progress {
             Some(callback) => {
                 // SAFETY: the caller's function, called on its own thread with its own data.
@@ -477,7 +552,7 @@ pub unsafe extern "C" fn xserv_load(
             engine: Arc::new(engine),
         };
         // A model that keeps much of the reserve would leave too little of it to those after it.
-        reserve::check()?;
+        check_memory()?;
         out.set(MODELS.insert(Arc::new(object))?);
         Ok(())
     })

@@ -148,8 +148,9 @@ pub unsafe extern "C" fn xserv_attention_options_init(
 /// k^T) v, where query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA
 /// rounds the weights of 16-bit types before they meet the values.
 ///
-/// q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the
-/// others. options may be NULL for the defaults. Three forms:
+/// q, k, v, out: all f32, all f16 or all bf16; a block cache may also have k and v of 8-bit floats
+/// (e4m3fn), contiguous, which become numbers of q's type where they are used. out has the shape of
+/// q and shares no memory with the others. options may be NULL for the defaults. Three forms:
 ///
 /// - batched, without index arrays: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len,
 ///   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted

@@ -24,7 +24,7 @@ pub struct xserv_memory_plan {
     pub device_kind: u32,
     /// The index of the GPU; 0 on the CPU.
     pub device_index: u32,
-    /// The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
+    /// The xserv_dtype that is computed with (see xserv_load_options), never XSERV_DTYPE_AUTO.
     pub dtype: u32,
     /// 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
     /// more.
@@ -94,7 +94,8 @@ unsafe impl GrowingStruct for xserv_memory_plan {
 /// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
 /// free memory, which starts it in this process; where there is none, or no driver, only
 /// max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
-/// on this machine. Progress and log callbacks of the options are not called.
+/// on this machine. Progress and log callbacks of the options are not called. The file of kept_weights is
+/// neither read nor made: what is planned does not depend on it.
 ///
 /// A model that does not fit is a success here: see fits, minimum_bytes and memory_bytes. (On the
 /// CPU without max_memory_bytes, xserv_load tries all the same: the system may have more memory to
@@ -111,8 +112,8 @@ unsafe impl GrowingStruct for xserv_memory_plan {
 /// XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
 ///
 /// # Safety
-/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for
-/// the struct_size that it claims.
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
+/// NUL; `plan` is writable for the struct_size that it claims.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_plan(
@@ -127,7 +128,8 @@ pub unsafe extern "C" fn xserv_plan(
         let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
-        let found = engine::plan(path, &engine_options(&options)?)?;
+        // SAFETY: as above.
+        let found = engine::plan(path, &unsafe { engine_options(&options) }?)?;
         let device = if found.on_device {
             xserv_device_kind::XSERV_DEVICE_CUDA
         } else {

@@ -25,11 +25,13 @@ pub struct xserv_tensor_device {
 }
 
 /// The type of the elements; layout and numbers of DLPack's DLDataType. Supported: {2, 32, 1} f32,
-/// {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
+/// {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64. For the block caches of
+/// xserv_op_attention() alone also {10, 8, 1}, floats of 8 bits (kDLFloat8_e4m3fn).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct xserv_tensor_dtype {
-    /// 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat).
+    /// 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat),
+    /// 10: a float of 8 bits (kDLFloat8_e4m3fn).
     pub code: u8,
     /// Bits of an element.
     pub bits: u8,
@@ -172,12 +174,13 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
         (2, 32, 1) => ElementType::Float(DType::F32),
         (2, 16, 1) => ElementType::Float(DType::F16),
         (4, 16, 1) => ElementType::Float(DType::BF16),
+        (10, 8, 1) => ElementType::Fp8,
         (0, 32, 1) => ElementType::I32,
         (0, 64, 1) => ElementType::I64,
         (code, bits, lanes) => {
             return wrong(format!(
                 "a dtype of code {code}, {bits} bits and {lanes} lanes is not supported (f32, f16, bf16, i32 and \
-                 i64 are)"
+                 i64 are, and e4m3fn for block caches)"
             ))
         }
     };
@@ -347,6 +350,7 @@ fn dtype_of(element: ElementType) -> xserv_tensor_dtype {
         ElementType::Float(DType::BF16) => (4, 16),
         ElementType::I32 => (0, 32),
         ElementType::I64 => (0, 64),
+        ElementType::Fp8 => (10, 8),
     };
     xserv_tensor_dtype { code, bits, lanes: 1 }
 }

@@ -52,6 +52,34 @@ pub enum xserv_weights {
     XSERV_WEIGHTS_INT4 = 2,
 }
 
+/// What the KV cache stores.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_kv_cache_format {
+    /// Keys and values of the type that is computed with, the dtype of the load.
+    XSERV_KV_CACHE_AS_COMPUTED = 0,
+    /// Floats of 8 bits (e4m3fn of the OCP standard, torch.float8_e4m3fn) without a scale: half the
+    /// memory of bf16 for each token, so twice as many tokens, and half the bytes to read in a long
+    /// context. A key or value of at least 2^-6 is kept to within a sixteenth, a smaller one to within
+    /// 2^-10; those beyond 448 become 448, and what is no number stays none. Attention computes with the
+    /// same type as without it.
+    XSERV_KV_CACHE_FP8 = 1,
+}
+
+/// What products with weights of integers take their activations as on the CPU.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_activations {
+    /// Integers of 16 bits, with a scale for each group of inputs, or each 128 of a longer one: within
+    /// 1/65024 of the largest activation of the group.
+    XSERV_ACTIVATIONS_AS_COMPUTED = 0,
+    /// Integers of 8 bits with such scales, within 1/254 of the largest activation of the group. Prompts are
+    /// faster, most with long groups, where the processor multiplies bytes (AMX, VNNI).
+    XSERV_ACTIVATIONS_INT8 = 1,
+}
+
 /// Element types.
 #[allow(non_camel_case_types)]
 #[repr(C)]

@@ -14,6 +14,8 @@ pub const MAX_RANK: usize = 8;
 pub enum ElementType {
     /// Floating-point numbers, with which operators compute.
     Float(DType),
+    /// Floats of 8 bits, e4m3fn of the OCP standard: keys and values in a cache.
+    Fp8,
     /// 32-bit signed integers: token ids, positions, indices.
     I32,
     /// 64-bit signed integers: token ids, positions, indices.
@@ -25,6 +27,7 @@ impl ElementType {
     pub const fn size_bytes(self) -> usize {
         match self {
             ElementType::Float(dtype) => dtype.size_bytes(),
+            ElementType::Fp8 => 1,
             ElementType::I32 => 4,
             ElementType::I64 => 8,
         }
@@ -34,6 +37,7 @@ impl ElementType {
     pub const fn name(self) -> &'static str {
         match self {
             ElementType::Float(dtype) => dtype.name(),
+            ElementType::Fp8 => "fp8 (e4m3)",
             ElementType::I32 => "i32",
             ElementType::I64 => "i64",
         }

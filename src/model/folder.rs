@@ -59,6 +59,11 @@ impl FileStamp {
         }
     }
 
+    /// Returns the time of the last modification: seconds since 1970, and nanoseconds.
+    pub(super) fn modified(&self) -> (i64, i64) {
+        (self.modified_s, self.modified_ns)
+    }
+
     /// Fails unless `file`, which is called `name`, is still in this state.
     pub fn check(self, file: &File, name: &str) -> Result<()> {
         let metadata = file.metadata().map_err(|e| io_error(&shown_name(name), &e))?;
@@ -126,23 +131,7 @@ impl Folder {
                 self.path.display()
             )));
         }
-        let not_regular =
-            || Error::invalid_file(format!("{} is not a regular file", shown_name(name)));
-        // Checked before the open as well, because opening a device can already have an effect.
-        let before = canonical.symlink_metadata().map_err(|e| io_error(&shown_name(name), &e))?;
-        if !before.is_file() {
-            return Err(not_regular());
-        }
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NOCTTY)
-            .open(&canonical)
-            .map_err(|e| io_error(&shown_name(name), &e))?;
-        let metadata = file.metadata().map_err(|e| io_error(&shown_name(name), &e))?;
-        if !metadata.is_file() {
-            return Err(not_regular());
-        }
-        Ok((file, FileStamp::new(&metadata)))
+        open_regular(&canonical, &shown_name(name))
     }
 
     /// Returns the whole content of the file `name`, which may have at most `limit_bytes`.
@@ -191,6 +180,27 @@ impl Folder {
             other => other.map(Some),
         }
     }
+}
+
+/// Opens the regular file at `canonical`, a path without links, for reading; `shown` is its name in
+/// messages. Pipes, devices, sockets and folders are refused without being read.
+pub(super) fn open_regular(canonical: &Path, shown: &str) -> Result<(File, FileStamp)> {
+    let not_regular = || Error::invalid_file(format!("{shown} is not a regular file"));
+    // Checked before the open as well, because opening a device can already have an effect.
+    let before = canonical.symlink_metadata().map_err(|e| io_error(shown, &e))?;
+    if !before.is_file() {
+        return Err(not_regular());
+    }
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NOCTTY)
+        .open(canonical)
+        .map_err(|e| io_error(shown, &e))?;
+    let metadata = file.metadata().map_err(|e| io_error(shown, &e))?;
+    if !metadata.is_file() {
+        return Err(not_regular());
+    }
+    Ok((file, FileStamp::new(&metadata)))
 }
 
 /// Refuses the content of the file `name`, or its beginning, if that is a Git LFS pointer.

@@ -10,6 +10,7 @@ use super::config::ModelConfig;
 use super::decoder::block::DecoderPlan;
 use super::folder::{self, resolve, Folder};
 use super::load::equal::are_equal;
+use super::load::kept::recorded_tie;
 use super::load::plan::PlannedDecoder;
 use super::load::weights::MatrixPlan;
 use super::load::WeightFiles;
@@ -19,6 +20,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::ops::quantised::QuantFormat;
+use std::path::Path;
 
 /// A folder whose configuration and headers have been found in order. No weight has been read.
 #[derive(Debug)]
@@ -33,7 +35,7 @@ impl ModelHeaders {
     pub(super) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
         let PlannedDecoder { plan, stored_output, unused } = DecoderPlan::of(&config, &checkpoint)?;
         let warnings = unused_warning(&unused).into_iter().chain(window_warning(&config)).collect();
-        let presumed = ModelFolder { folder, config, checkpoint, plan, warnings };
+        let presumed = ModelFolder { folder, config, checkpoint, plan, warnings, is_tied: None };
         Ok(ModelHeaders { presumed, stored_output })
     }
 
@@ -56,9 +58,19 @@ impl ModelHeaders {
         }
     }
 
+    /// Takes from a file of kept weights whether an output matrix that is stored although it is declared tied is the
+    /// embedding, if the file tells and the model is the one that it was made from.
+    pub fn recall_output(&mut self, kept: &Path) {
+        if self.stored_output.is_some() {
+            let ModelFolder { folder, checkpoint, .. } = &self.presumed;
+            self.presumed.is_tied = recorded_tie(kept, folder, checkpoint);
+        }
+    }
+
     /// Decides whether the embedding is the output matrix.
     ///
-    /// If both are stored although the config declares them tied, reads them up to the first difference (to the end if
+    /// If both are stored although the config declares them tied, and nothing else tells
+    /// ([`ModelHeaders::recall_output`]), reads them up to the first difference (to the end if
     /// they are equal), on the threads of `backend` or on this one alone. `progress` is then called with 0 now and
     /// again, and ends the comparison with [`ErrorKind::Cancelled`](crate::error::ErrorKind::Cancelled) by returning
     /// false.
@@ -69,9 +81,16 @@ impl ModelHeaders {
     ) -> Result<ModelFolder> {
         let ModelHeaders { presumed: mut found, stored_output } = self;
         if let Some(output) = stored_output {
-            let files = WeightFiles::new(&found.folder, &found.checkpoint, false);
-            let embedding = &found.plan.tokens.embedding;
-            if !are_equal(embedding, &output, files, backend, &mut || progress(0.0))? {
+            let is_tied = match found.is_tied {
+                Some(is_tied) => is_tied,
+                None => {
+                    let files = WeightFiles::new(&found.folder, &found.checkpoint, false);
+                    let embedding = &found.plan.tokens.embedding;
+                    are_equal(embedding, &output, files, backend, &mut || progress(0.0))?
+                }
+            };
+            found.is_tied = Some(is_tied);
+            if !is_tied {
                 found.plan.tokens.output = Some(output);
             }
         }

@@ -12,6 +12,7 @@ use super::opened::ModelFolder;
 use super::safetensors::compute_dtype;
 use crate::error::Result;
 use crate::memory::DType;
+use crate::ops::kv_cache::layout::KvFormat;
 
 /// The report on a folder. What could not be found out is `None`.
 #[derive(Clone, Debug, Default)]
@@ -98,7 +99,8 @@ impl Inspection {
         self.num_parameters = Some(totals.num_parameters);
         self.dtype = Some(dtype);
         self.weights_bytes = Some(model.weights_bytes(dtype)?);
-        self.kv_bytes_per_token = Some(model.config().kv_layout(dtype).bytes_per_token() as u64);
+        self.kv_bytes_per_token =
+            Some(model.config().kv_layout(dtype, KvFormat::Dense).bytes_per_token() as u64);
         self.warnings = model.warnings().to_vec();
         Ok(())
     }

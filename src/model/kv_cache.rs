@@ -7,7 +7,7 @@
 
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::memory::{ElementType, HostBuffer, Pages};
+use crate::memory::{HostBuffer, Pages};
 use crate::ops::kv_cache::cuda_swap::KvParts;
 use crate::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 
@@ -60,7 +60,7 @@ impl KvCache {
         // Heads are whole vectors, so the layout's sizes are those of the device.
         let all_blocks = num_blocks.saturating_add(SPARE_BLOCKS);
         let len_bytes = len_bytes(&layout, all_blocks)?;
-        let element = ElementType::Float(layout.dtype);
+        let element = layout.element();
         let shape = [all_blocks, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim];
         let planned = Arena::bytes_for(element, &shape)?.checked_mul(2 * layout.num_layers);
         if planned != Some(len_bytes) {

@@ -13,7 +13,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::{DType, Device};
-use crate::ops::kv_cache::layout::KvLayout;
+use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use crate::ops::rope::cpu_table::RopeTable;
 
 /// A loaded model. Shared by reference; what a forward pass changes belongs to its caller. On a device the passes
@@ -22,6 +22,7 @@ pub struct Model {
     pub(super) config: ModelConfig,
     pub(super) compute: Compute,
     pub(super) dtype: DType,
+    pub(super) kv_format: KvFormat,
     pub(super) weights_bytes: u64,
     pub(super) num_parameters: u64,
 }
@@ -45,14 +46,14 @@ impl Model {
         &self.config
     }
 
-    /// Returns the element type of the matrices and of the KV cache.
+    /// Returns the element type of the matrices, and of what is computed with keys and values.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Returns the layout of a KV cache for this model.
     pub fn kv_layout(&self) -> KvLayout {
-        let layout = self.config.kv_layout(self.dtype);
+        let layout = self.config.kv_layout(self.dtype, self.kv_format);
         match &self.compute {
             Compute::Cpu(_) => layout,
             Compute::Device(cuda) => KvLayout { head_dim: cuda.spacing.stride, ..layout },

@@ -45,7 +45,7 @@ pub use headers::ModelHeaders;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
-pub use load::{LoadOptions, WeightStorage};
+pub use load::{ActivationFormat, LoadOptions, WeightStorage};
 pub use loaded::Model;
 pub use memory_needs::MemoryNeeds;
 pub use opened::{DeviceLoad, ModelFolder};
@@ -54,3 +54,5 @@ pub use step::{
     TokenLogProb, TokenScore, WriteMasks, FROM_BATCH, MAX_TOP_LOG_PROBS, NO_TOKEN,
 };
 pub use workspace::Workspace;
+
+pub use crate::ops::kv_cache::layout::KvFormat;

@@ -7,7 +7,7 @@ use super::config::ModelConfig;
 use super::decoder::block::DecoderPlan;
 use super::device::load::DeviceModelLoad;
 use super::folder::Folder;
-use super::load::{self, LoadOptions, Loader};
+use super::load::{self, ActivationFormat, LoadOptions, Loader};
 use super::loaded::{Compute, CpuModel, Model};
 use super::memory_needs::MemoryNeeds;
 use super::workspace::{WeightForms, Workspace};
@@ -17,6 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::load::plan::MatrixSize;
 use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::quantised::{QuantFormat, QuantisedPanels};
 use crate::ops::rope::cpu_table::RopeTable;
 
@@ -29,6 +30,8 @@ pub struct ModelFolder {
     pub(super) checkpoint: Checkpoint,
     pub(super) plan: DecoderPlan,
     pub(super) warnings: Vec<String>,
+    /// Whether an output matrix that is stored although it is declared tied is the embedding, if there is one.
+    pub(super) is_tied: Option<bool>,
 }
 
 impl ModelFolder {
@@ -80,26 +83,29 @@ impl ModelFolder {
         Ok(sum)
     }
 
-    /// Returns how much of the host's memory the model takes as `dtype`, for passes of up to `num_tokens` tokens on
-    /// `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
+    /// Returns how much of the host's memory the model takes as `dtype` with a KV cache and activations of
+    /// these formats, for passes of up to `num_tokens` tokens on `num_threads` threads that ask for the logits
+    /// of up to `num_logits_rows` of them.
     pub fn host_plan(
         &self,
         dtype: DType,
+        kv_format: KvFormat,
+        activations: ActivationFormat,
         num_threads: usize,
         num_tokens: usize,
         num_logits_rows: usize,
     ) -> Result<MemoryNeeds> {
         let config = &self.config;
-        let forms = WeightForms {
-            layers: &self.plan.weight_forms()?,
-            output: self.plan.tokens.output().form(),
-        };
+        let mut layers = self.plan.weight_forms()?;
+        layers.iter_mut().for_each(|form| *form = activations.of_form(*form));
+        let output = activations.of_form(self.plan.tokens.output().form());
+        let forms = WeightForms { layers: &layers, output };
         let workspace =
             Workspace::bytes_for(config, dtype, forms, num_threads, num_tokens, num_logits_rows);
         Ok(MemoryNeeds {
             weights_bytes: self.weights_bytes(dtype)?,
             workspace_bytes: workspace as u64,
-            kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+            kv_bytes_per_token: config.kv_layout(dtype, kv_format).bytes_per_token() as u64,
         })
     }
 
@@ -131,6 +137,7 @@ impl ModelFolder {
             &self.checkpoint,
             &backend,
             options,
+            self.is_tied,
             progress,
         )?;
         if !progress(1.0) {
@@ -143,6 +150,7 @@ impl ModelFolder {
             config: self.config,
             compute: Compute::Cpu(Box::new(CpuModel { weights, rope, backend })),
             dtype,
+            kv_format: options.kv_format,
             weights_bytes,
             num_parameters: totals.num_parameters,
         })
@@ -172,10 +180,19 @@ impl ModelFolder {
         let num_parameters = totals.num_parameters;
         let (stored_bytes, checkpoint) = (totals.stored_bytes, &self.checkpoint);
         let (folder, deterministic) = (&self.folder, options.deterministic);
-        let loader =
+        let mut loader =
             Loader::new(folder, checkpoint, backend, dtype, options, stored_bytes, progress)?;
-        let weights = DeviceModelLoad::new(&self.config, &self.plan, loader, dtype, deterministic)?;
-        Ok(DeviceLoad { config: &self.config, weights, dtype, num_parameters })
+        loader.open_kept(&self.plan, folder, checkpoint, options, self.is_tied)?;
+        let kv_format = options.kv_format;
+        let weights = DeviceModelLoad::new(
+            &self.config,
+            &self.plan,
+            loader,
+            dtype,
+            kv_format,
+            deterministic,
+        )?;
+        Ok(DeviceLoad { config: &self.config, weights, dtype, kv_format, num_parameters })
     }
 }
 
@@ -184,6 +201,7 @@ pub struct DeviceLoad<'a> {
     config: &'a ModelConfig,
     weights: DeviceModelLoad<'a>,
     dtype: DType,
+    kv_format: KvFormat,
     num_parameters: u64,
 }
 
@@ -195,6 +213,7 @@ impl DeviceLoad<'_> {
             config: self.config.clone(),
             compute: Compute::Device(Box::new(model)),
             dtype: self.dtype,
+            kv_format: self.kv_format,
             weights_bytes,
             num_parameters: self.num_parameters,
         })

@@ -34,7 +34,7 @@ pub const MAX_TENSORS: usize = 65_536;
 /// four.
 const MAX_RANK: usize = 8;
 /// The size of the length field before the header, in bytes.
-const LENGTH_BYTES: u64 = 8;
+pub(in crate::model) const LENGTH_BYTES: u64 = 8;
 
 /// One tensor as a file describes it.
 #[derive(Clone, Debug, PartialEq)]

@@ -52,6 +52,7 @@ fn layouts() -> Vec<Layout> {
         cuda_prefill_heads::PrefillHeadsParams::layout(),
         crate::ops::linear::cuda_fp8::Fp8Params::layout(),
         crate::ops::linear::cuda_fp8_many::Fp8ManyParams::layout(),
+        crate::ops::linear::cuda_fp8_prefill::Fp8PrefillParams::layout(),
         cuda_quantised::QuantisedParams::layout(),
         cuda_quantised_many::QuantisedManyParams::layout(),
         crate::ops::linear::cuda_quantised_one::QuantisedOneParams::layout(),

@@ -1,5 +1,6 @@
 //! A case of the self-test: an operator, the tensors that it gets, and what it has to write.
 
+use crate::backend::cpu::math::{fp8_code, fp8_to_f32};
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::{DType, ElementType, Tensor};
@@ -115,6 +116,7 @@ pub(super) fn rounded(element: ElementType, value: f64) -> f64 {
         ElementType::Float(DType::F32) => f64::from(value as f32),
         ElementType::Float(DType::F16) => half::f16::from_f64(value).to_f64(),
         ElementType::Float(DType::BF16) => half::bf16::from_f64(value).to_f64(),
+        ElementType::Fp8 => f64::from(fp8_to_f32(fp8_code(value as f32))),
         ElementType::I32 | ElementType::I64 => value.round(),
     }
 }
@@ -132,6 +134,7 @@ pub(super) fn encode(element: ElementType, values: &[f64], bytes: &mut [u8]) {
             ElementType::Float(DType::BF16) => {
                 bytes.copy_from_slice(&half::bf16::from_f64(value).to_ne_bytes());
             }
+            ElementType::Fp8 => bytes.copy_from_slice(&[fp8_code(value as f32)]),
             ElementType::I32 => bytes.copy_from_slice(&(value as i32).to_ne_bytes()),
             ElementType::I64 => bytes.copy_from_slice(&(value as i64).to_ne_bytes()),
         }
@@ -145,6 +148,7 @@ pub(super) fn decode(element: ElementType, bytes: &[u8]) -> Vec<f64> {
         (ElementType::Float(DType::F32), &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]).into(),
         (ElementType::Float(DType::F16), &[a, b]) => half::f16::from_ne_bytes([a, b]).to_f64(),
         (ElementType::Float(DType::BF16), &[a, b]) => half::bf16::from_ne_bytes([a, b]).to_f64(),
+        (ElementType::Fp8, &[code]) => fp8_to_f32(code).into(),
         (ElementType::I32, &[a, b, c, d]) => i32::from_ne_bytes([a, b, c, d]).into(),
         (ElementType::I64, bytes) => bytes.try_into().map_or(0.0, |b| i64::from_ne_bytes(b) as f64),
         _ => f64::NAN,

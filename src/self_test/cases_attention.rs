@@ -37,7 +37,9 @@ pub(super) fn emit(emit: &mut Emit<'_>) -> Result<()> {
         }
         emit(packed(dtype))?;
         for lengths in [&[(1, 17), (1, 1), (1, 70)][..], &[(3, 17), (1, 1), (9, 40)]] {
-            emit(paged(dtype, lengths))?;
+            for stored in [ElementType::Float(dtype), ElementType::Fp8] {
+                emit(paged(dtype, stored, lengths))?;
+            }
         }
     }
     Ok(())
@@ -140,7 +142,8 @@ fn packed(dtype: DType) -> Case {
     }
 }
 
-fn paged(dtype: DType, lengths: &[(i64, i64)]) -> Case {
+/// `stored`: what the cache has for a number.
+fn paged(dtype: DType, stored: ElementType, lengths: &[(i64, i64)]) -> Case {
     let (head_dim, block_size, (heads, kv_heads)) = (64, 16, HEADS);
     let most_blocks = lengths.iter().map(|(_, kv)| (kv + block_size - 1) / block_size).max();
     let most_blocks = most_blocks.unwrap_or(0);
@@ -154,7 +157,8 @@ fn paged(dtype: DType, lengths: &[(i64, i64)]) -> Case {
     let q_shape = [q_starts.last().copied().unwrap_or(0), heads, head_dim];
     let cache = [num_blocks, block_size, kv_heads, head_dim];
     let q = Values::random(dtype, &q_shape, 86);
-    let (k, v) = (Values::random(dtype, &cache, 87), Values::random(dtype, &cache, 88));
+    let numbers = |seed| Values::new(stored, &cache, Values::random(dtype, &cache, seed).values);
+    let (k, v) = (numbers(87), numbers(88));
     let gather = |x: &Values, s: i64, length: i64| -> Vec<f64> {
         let size = (kv_heads * head_dim) as usize;
         let place = |i: i64| block(s, i / block_size) * block_size + i % block_size;
@@ -170,7 +174,7 @@ fn paged(dtype: DType, lengths: &[(i64, i64)]) -> Case {
     let tables = Values::integers(ElementType::I32, &[num_seqs, most_blocks], &tables);
     Case {
         operator: "attention",
-        what: format!("{dtype} paged {q_shape:?}, causal"),
+        what: format!("{dtype} paged {q_shape:?} over {stored}, causal"),
         inputs: vec![q, k, v, indices(&q_starts), tables, indices(&lens)],
         outputs: vec![Output::floats(dtype, &q_shape, expected, bound(dtype))],
         is_optional: false,

@@ -56,7 +56,7 @@ const ACTIVATIONS: [NamedActivation; 3] = [
 fn any(element: ElementType, shape: &[i64], seed: u64) -> Values {
     match element {
         ElementType::Float(dtype) => Values::random(dtype, shape, seed),
-        ElementType::I32 | ElementType::I64 => {
+        ElementType::Fp8 | ElementType::I32 | ElementType::I64 => {
             let noise = Values::random(DType::F32, shape, seed);
             let values = noise.values.iter().map(|value| value * 2e9).collect();
             Values::new(element, shape, values)

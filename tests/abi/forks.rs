@@ -140,6 +140,8 @@ fn forks(bench: &mut Bench) {
     let reference = bench.reference.clone();
     bench.case("while nothing runs", |_| {
         let model = Model::open(&tiny());
+        // Threads that render wait for more.
+        model.apply_chat_template(MESSAGES, None, None, true).map_err(|f| f.message)?;
         for _ in 0..20 {
             zero(fork_and(|| all_forked(&model))?)?;
         }

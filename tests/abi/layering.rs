@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 /// Returns what a layer may name after `crate::`, beside itself.
 fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
-        ("error", &[] as &[&str]),
+        ("reserve", &[] as &[&str]),
+        ("error", &["reserve"]),
         ("panic_guard", &["error"]),
         ("process", &["error"]),
-        ("reserve", &["error"]),
         ("thread_exit", &[]),
         ("thread_state", &[]),
         ("threads", &["error", "panic_guard", "thread_state"]),
@@ -33,7 +33,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             ],
         ),
         ("self_test", &["error", "memory", "backend", "ops"]),
-        ("text", &["error", "panic_guard", "thread_state", "threads"]),
+        ("text", &["error", "panic_guard", "process", "thread_state", "threads"]),
         (
             "engine",
             &[

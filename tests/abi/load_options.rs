@@ -8,6 +8,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 use crate::files::TempDir;
+use crate::plan::assert_as_planned;
 
 fn load(path: &Path, options: &xserv_load_options) -> Result<Model, xserv_status> {
     Model::load(path, options).map_err(|failure| failure.status)
@@ -84,7 +85,132 @@ fn embeddings_in_8_bits_take_the_memory_that_was_planned() {
         let message = refused(xserv_load_options { embeddings, ..load_options() });
         assert!(message.contains(said), "{message}");
     }
-    refused(xserv_load_options { reserved: 1, ..load_options() });
+}
+
+/// With any weights.
+#[test]
+fn activations_of_8_bits_take_the_memory_that_was_planned() {
+    use xserv_activations::*;
+    let tokens_of = |activations: u32, weights| {
+        let options = xserv_load_options { activations, weights, num_threads: 2, ..load_options() };
+        let model = load(&tiny(), &options).expect("a model");
+        let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+        plan.struct_size = size_of::<xserv_memory_plan>();
+        let path = CString::new(tiny().to_str().unwrap()).unwrap();
+        check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
+        assert_as_planned(&model.info(), &plan);
+        let request = xserv_request { ignore_eos: 1, ..greedy(&[1, 2, 3], 8) };
+        model.generate(&request).unwrap().ids.len()
+    };
+    for weights in 0..3 {
+        for activations in [XSERV_ACTIVATIONS_AS_COMPUTED, XSERV_ACTIVATIONS_INT8] {
+            assert_eq!(tokens_of(activations as u32, weights), 8);
+        }
+    }
+    for activations in [2, u32::MAX] {
+        let options = xserv_load_options { activations, ..load_options() };
+        let refused = load(&tiny(), &options).err();
+        assert_eq!(refused, Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
+        assert!(last_error().contains("activations is"), "{}", last_error());
+    }
+    let options = xserv_load_options { reserved: 1, ..load_options() };
+    let refused = load(&tiny(), &options).err();
+    assert_eq!(refused, Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
+}
+
+/// Twice as many tokens in the same memory as with bf16, as planned, with any weights.
+#[test]
+fn a_cache_of_8_bits_takes_the_memory_that_was_planned() {
+    use xserv_kv_cache_format::*;
+    let loaded = |kv_cache_format, weights, max_memory_bytes| {
+        let options = xserv_load_options {
+            dtype: xserv_dtype::XSERV_DTYPE_BF16 as u32,
+            kv_cache_format: kv_cache_format as u32,
+            weights,
+            max_memory_bytes,
+            ..load_options()
+        };
+        let model = load(&tiny(), &options).expect("a model");
+        let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+        plan.struct_size = size_of::<xserv_memory_plan>();
+        let path = CString::new(tiny().to_str().unwrap()).unwrap();
+        check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
+        let info = model.info();
+        assert_as_planned(&info, &plan);
+        let request = xserv_request { ignore_eos: 1, ..greedy(&[1, 2, 3], 40) };
+        assert_eq!(model.generate(&request).unwrap().ids.len(), 40);
+        (info.kv_bytes_per_token, info.kv_cache_tokens, info.weights_bytes + info.workspace_bytes)
+    };
+    for weights in 0..3 {
+        // Room for fewer tokens than the library would take without a limit.
+        let room = loaded(XSERV_KV_CACHE_AS_COMPUTED, weights, 0).2 + (4 << 20);
+        let (dense, narrow) = (
+            loaded(XSERV_KV_CACHE_AS_COMPUTED, weights, room),
+            loaded(XSERV_KV_CACHE_FP8, weights, room),
+        );
+        assert_eq!(narrow.0 * 2, dense.0);
+        assert!(narrow.1 > dense.1 * 19 / 10, "{} tokens for {}", narrow.1, dense.1);
+    }
+    for kv_cache_format in [2, u32::MAX] {
+        let options = xserv_load_options { kv_cache_format, ..load_options() };
+        let refused = load(&tiny(), &options).err();
+        assert_eq!(refused, Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
+        assert!(last_error().contains("kv_cache_format is"), "{}", last_error());
+    }
+}
+
+/// A file is made by one load and read by the next; a plan does neither.
+#[test]
+fn quantised_weights_are_kept_in_the_file_that_is_named() {
+    let dir = TempDir::new();
+    let file = dir.path().join("kept weights.safetensors");
+    let name = CString::new(file.to_str().unwrap()).unwrap();
+    let options = |weights, embeddings| xserv_load_options {
+        weights,
+        embeddings,
+        kept_weights: name.as_ptr(),
+        ..load_options()
+    };
+    let path = CString::new(tiny().to_str().unwrap()).unwrap();
+    let planned = |options: &xserv_load_options| {
+        let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+        plan.struct_size = size_of::<xserv_memory_plan>();
+        check(unsafe { xserv_plan(path.as_ptr(), options, &mut plan) }).map(|_| plan.weights_bytes)
+    };
+    let plan = planned(&options(2, 1)).unwrap();
+    assert!(!file.exists());
+    let request = xserv_request { ignore_eos: 1, ..greedy(&[1, 2, 3], 9) };
+    let mut tokens = Vec::new();
+    for _ in 0..2 {
+        let model = load(&tiny(), &options(2, 1)).expect("a model");
+        assert_eq!(model.info().weights_bytes, plan);
+        tokens.push(model.generate(&request).unwrap().ids);
+        assert!(file.exists());
+    }
+    let none = xserv_load_options { kept_weights: ptr::null(), ..options(2, 1) };
+    tokens.push(load(&tiny(), &none).expect("a model").generate(&request).unwrap().ids);
+    assert!(tokens[0] == tokens[1] && tokens[0] == tokens[2], "{tokens:?}");
+
+    let refused = |options: &xserv_load_options, status, said: &str| {
+        assert_eq!(load(&tiny(), options).err(), Some(status), "{}", last_error());
+        assert!(last_error().contains(said), "{}", last_error());
+    };
+    refused(&options(1, 1), xserv_status::XSERV_STATUS_INVALID_FILE, "kept weights.safetensors");
+    let invalid = xserv_status::XSERV_STATUS_INVALID_ARGUMENT;
+    let random = xserv_load_options { random_weights: 1, ..options(2, 0) };
+    let empty = xserv_load_options { kept_weights: c"".as_ptr(), ..options(2, 0) };
+    let foreign = xserv_load_options { kept_weights: c"\xff".as_ptr(), ..options(2, 0) };
+    for (options, said) in [
+        (options(0, 0), "neither weights nor embeddings"),
+        (random, "random numbers"),
+        (empty, "options.kept_weights is empty"),
+        (foreign, "options.kept_weights"),
+    ] {
+        refused(&options, invalid, said);
+        assert!(planned(&options).is_err(), "{said}");
+    }
+    let options = xserv_load_options { kept_weights: c"/proc/kept".as_ptr(), ..options(2, 0) };
+    refused(&options, xserv_status::XSERV_STATUS_IO, "/proc/kept");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use xserv::ops::argmax::cpu_checked::argmax;
 use xserv::ops::attention::cpu_paged::{attention, AttentionBatch, AttentionScratch};
 use xserv::ops::common::packed_matrix::PackedMatrix;
 use xserv::ops::kv_cache::cpu::kv_cache_append;
+use xserv::ops::kv_cache::layout::KvFormat;
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::layer_norm::cpu::layer_norm;
 use xserv::ops::linear::cpu::{linear, LinearScratch, Store};
@@ -368,7 +369,8 @@ fn attentions(bench: &Bench, backend: &CpuBackend) {
             if !bench.wanted(&name) {
                 continue;
             }
-            let layout = KvLayout { dtype, num_layers: 1, num_kv_heads, head_dim };
+            let layout =
+                KvLayout { dtype, format: KvFormat::Dense, num_layers: 1, num_kv_heads, head_dim };
             let num_blocks = context_len / BLOCK_SIZE;
             let mut bytes =
                 HostBuffer::zeroed(num_blocks * layout.block_bytes(), Pages::Huge).unwrap();

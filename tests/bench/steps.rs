@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--random] [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64]
 //!     [--profile] [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--cpu THREADS] [--read-gbs N]
-//!     [--tflops N] [--json] [--weights int8|int4] [--group-size N] [--embeddings int8]
+//!     [--tflops N] [--json] [--weights int8|int4] [--group-size N] [--embeddings int8] [--fp8-cache]
 //! ```
 //!
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
@@ -14,7 +14,7 @@
 //! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
 //! from the rates at which the GPU reads and multiplies, which are measured in the same run
 //! (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or f16 with
-//! `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that
+//! `--f16`; `--fp8-cache` keeps keys and values in 8 bits. `--profile` adds where each step's time goes: a table of the parts of all layers that
 //! adds up to the step. `--cpu` times the CPU instead. `tests/bench/make_random_model.py` makes folders, with
 //! `--config-only` those that `--random` needs.
 
@@ -25,11 +25,14 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::backend::cuda::ProfiledPart;
 use xserv::ffi::{xserv_device_kind, xserv_dtype};
 use xserv::memory::DType;
-use xserv::model::{Draw, LoadOptions, Model, TokenChoice, WeightStorage};
+use xserv::model::{Draw, KvFormat, LoadOptions, Model, TokenChoice, WeightStorage};
 
 mod ceilings;
 #[path = "../support/model_driver.rs"]
 mod driver;
+#[allow(dead_code)] // tensors use its part
+#[path = "../support/fp8.rs"]
+mod fp8;
 mod limits;
 #[allow(dead_code)] // what tensors are filled with
 #[path = "../support/random.rs"]
@@ -58,6 +61,7 @@ struct Options {
     tflops: Option<f64>,
     profile: bool,
     deterministic: bool,
+    kv_format: KvFormat,
     dtype: DType,
     choice: TokenChoice,
     json: bool,
@@ -82,6 +86,7 @@ fn options() -> Option<Options> {
         tflops: None,
         profile: false,
         deterministic: false,
+        kv_format: KvFormat::Dense,
         dtype: DType::BF16,
         choice: TokenChoice::Greedy,
         json: false,
@@ -95,6 +100,7 @@ fn options() -> Option<Options> {
             "--random" => options.random = true,
             "--cpu" => options.cpu_threads = Some(args.next()?.parse().ok()?),
             "--deterministic" => options.deterministic = true,
+            "--fp8-cache" => options.kv_format = KvFormat::Fp8,
             "--draw" => {
                 let text = args.next()?;
                 let mut parts = text.split(',');
@@ -204,6 +210,7 @@ fn load(options: &Options) -> Option<Model> {
     let load_options = LoadOptions {
         dtype: Some(options.dtype),
         deterministic: options.deterministic,
+        kv_format: options.kv_format,
         ..LoadOptions::default()
     };
     let model = if let Some(num_threads) = options.cpu_threads {

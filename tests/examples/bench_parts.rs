@@ -18,6 +18,9 @@ use crate::support::*;
 
 #[path = "../bench/ceilings.rs"]
 mod ceilings;
+#[allow(dead_code)] // tensors use its part
+#[path = "../support/fp8.rs"]
+mod fp8;
 #[path = "../bench/limits.rs"]
 mod limits;
 #[allow(dead_code)] // what tensors are filled with

@@ -7,8 +7,10 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <limits>
 #include <map>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -579,9 +581,40 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
   // Freeing the model ends what was submitted.
   std::vector<xserv::Submission> left;
   {
-    xserv::Model other(path, xserv::LoadOptions().max_batch_size(2).prefix_cache(false).embeddings(XSERV_WEIGHTS_INT8));
+    xserv::Model other(path, xserv::LoadOptions()
+                                  .max_batch_size(2)
+                                  .prefix_cache(false)
+                                  .embeddings(XSERV_WEIGHTS_INT8)
+                                  .kv_cache_format(XSERV_KV_CACHE_FP8)
+                                  .activations(XSERV_ACTIVATIONS_INT8));
     auto open = xserv::Request::from_prompt("Once").ignore_eos(true);
     for (int i = 0; i < 5; i++) left.push_back(other.submit(open));
+  }
+  // A file of quantised weights is made, and read; options that are copied keep its name.
+  {
+    const auto name = "xserv kept " + std::to_string(std::random_device{}()) + ".safetensors";
+    const auto file = (std::filesystem::temp_directory_path() / name).string();
+    auto original = std::make_unique<xserv::LoadOptions>();
+    original->weights(XSERV_WEIGHTS_INT4).kept_weights(file);
+    const xserv::LoadOptions copy = *original;
+    REQUIRE(xserv::plan(path, *original).weights_bytes > 0);
+    original.reset();
+    REQUIRE(!std::filesystem::exists(file));
+    const auto prompt = xserv::Request::from_prompt("Once").temperature(0).max_tokens(8);
+    std::vector<std::string> texts;
+    for (int i = 0; i < 2; i++) {
+      xserv::Model kept(path, copy);
+      texts.emplace_back(kept.generate(prompt).text());
+      REQUIRE(std::filesystem::exists(file));
+    }
+    xserv::Model without(path, xserv::LoadOptions(copy).kept_weights(""));
+    texts.emplace_back(without.generate(prompt).text());
+    REQUIRE(texts[0] == texts[1] && texts[0] == texts[2]);
+    REQUIRE(thrown_by([&] { xserv::Model(path, xserv::LoadOptions(copy).weights(XSERV_WEIGHTS_INT8)); }) ==
+            XSERV_STATUS_INVALID_FILE);
+    REQUIRE(thrown_by([&] { xserv::Model(path, xserv::LoadOptions().kept_weights(file)); }) ==
+            XSERV_STATUS_INVALID_ARGUMENT);
+    REQUIRE(std::filesystem::remove(file));
   }
   for (auto &each : left) {
     auto event = each.next();

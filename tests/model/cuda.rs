@@ -3,6 +3,7 @@
 
 use xserv::error::{ErrorKind, Result};
 use xserv::memory::DType;
+use xserv::model::KvFormat;
 use xserv::model::{ForwardBatch, MemoryNeeds, Model, ModelFolder, PassLimits, Workspace};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
@@ -354,7 +355,12 @@ fn steady_state_decoding_allocates_nothing(golden: &Golden) {
 }
 
 fn plan_of(folder: &ModelFolder, dtype: DType, num_tokens: usize) -> Result<MemoryNeeds> {
-    folder.device_plan(dtype, &PassLimits::of_tokens(folder.config(), num_tokens), false)
+    folder.device_plan(
+        dtype,
+        KvFormat::Dense,
+        &PassLimits::of_tokens(folder.config(), num_tokens),
+        false,
+    )
 }
 
 /// Without a GPU: matrices stored [in_features, out_features], with heads along either axis, learned positions and

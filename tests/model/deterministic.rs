@@ -4,7 +4,9 @@
 use xserv::memory::DType;
 use xserv::model::{Model, TokenChoice};
 
-use crate::driver::{bits, cuda_context, load_deterministic, load_on_cuda, Driver, Sequence};
+use crate::driver::{
+    bits, cuda_context, load_deterministic, load_fp8_cache_on_cuda, load_on_cuda, Driver, Sequence,
+};
 use crate::files::{Family, Random, Store, TempDir, TestModel};
 use crate::golden;
 
@@ -219,6 +221,19 @@ fn check(dir: &TempDir, name: &str, dtypes: &[DType], longest: usize) {
             with.different, with.rows, without.different, without.rows
         );
         assert_eq!(with.different, 0, "{name} {dtype}: {:?}", with.first);
+    }
+}
+
+/// Over a cache of 8-bit floats, whose keys and values are widened for the kernels of all of them.
+#[test]
+fn a_cache_of_8_bits_on_cuda_has_the_same_bits_in_any_batch() {
+    for (head_dim, dtype) in [(128, DType::BF16), (64, DType::F32)] {
+        let dir = write(TestModel::long_qwen3(11, head_dim));
+        let Some(context) = cuda_context() else { return };
+        let model = load_fp8_cache_on_cuda(dir.str(), dtype, context, true).expect("a model");
+        let found = everything(&model, 700);
+        assert!(found.rows > 1000);
+        assert_eq!(found.different, 0, "{dtype}: {:?}", found.first);
     }
 }
 

@@ -3,6 +3,7 @@
 
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
+use xserv::model::KvFormat;
 use xserv::model::{ForwardBatch, KvCache, Model, Workspace};
 
 use crate::driver::{argmax, bits, load, Driver, Sequence};
@@ -415,7 +416,8 @@ fn a_pass_can_be_stopped_and_another_models_cache_is_refused() {
         .forward(&batch, &mut kv, &mut workspace, &mut logits, &|| true)
         .expect_err("was stopped");
     assert_eq!(error.kind(), ErrorKind::Cancelled);
-    let mut other = KvCache::new(model.config().kv_layout(DType::BF16), 1).expect("a cache");
+    let mut other =
+        KvCache::new(model.config().kv_layout(DType::BF16, KvFormat::Dense), 1).expect("a cache");
     assert!(model.forward(&batch, &mut other, &mut workspace, &mut logits, &|| false).is_err());
     assert!(KvCache::new(model.kv_layout(), usize::MAX).is_err());
     workspace.reserve(model.config(), 64, 8).expect("room");

@@ -3,7 +3,10 @@
 use xserv::memory::DType;
 use xserv::model::{BlockCopy, CopyDirection, KvSwap, Model, TokenChoice};
 
-use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
+use crate::driver::{
+    bits, cuda_context, load, load_fp8_cache, load_fp8_cache_on_cuda, load_on_cuda, Driver,
+    Sequence,
+};
 use crate::files::{Family, Random, Store, TestModel};
 
 const NUM_BLOCKS: usize = 40;
@@ -100,10 +103,14 @@ fn sequences_that_were_on_the_host_go_on_as_if_they_had_stayed() {
         let dir = files.write(Store::BF16);
         let path = dir.path().to_str().unwrap();
         check_turns(&load(path, Some(dtype), 2));
+        check_turns(&load_fp8_cache(path, dtype, 2));
         let Some(context) = cuda_context() else { continue };
         let model = load_on_cuda(path, Some(dtype), context).expect("a model");
         check_turns(&model);
         check_order(&model);
+        let Some(context) = cuda_context() else { continue };
+        let model = load_fp8_cache_on_cuda(path, dtype, context, false).expect("a model");
+        check_turns(&model);
     }
 }
 

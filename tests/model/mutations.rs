@@ -6,6 +6,7 @@ use serde_json::json;
 use xserv::memory::DType;
 use xserv::model::safetensors::parse_header;
 use xserv::model::shard_index::ShardIndex;
+use xserv::model::KvFormat;
 use xserv::model::ModelConfig;
 
 use crate::driver::{load, Driver};
@@ -99,7 +100,7 @@ fn damaged_configurations_and_indexes() {
     let index = json!({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).to_string();
     for _ in 0..ROUNDS {
         if let Ok(config) = ModelConfig::parse(&damage(config.as_bytes(), &mut random)) {
-            assert!(config.kv_layout(DType::F32).validate().is_ok(), "{config:?}");
+            assert!(config.kv_layout(DType::F32, KvFormat::Dense).validate().is_ok(), "{config:?}");
             let rope = config.rope.expect("Qwen3 has rotary positions");
             let frequencies = rope.inv_freq(config.head_dim).expect("room");
             assert!(frequencies.iter().all(|f| f.is_finite()), "{rope:?}");

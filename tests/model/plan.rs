@@ -1,9 +1,10 @@
 //! Compares the memory that the headers of a model plan with the memory that a run takes.
 
 use xserv::memory::DType;
+use xserv::model::{ActivationFormat, KvFormat};
 use xserv::model::{Model, PassLimits};
 
-use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
+use crate::driver::{cuda_context, load, load_fp8_cache_on_cuda, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TempDir, TestModel, TestTensor};
 
 /// The bar: planned sizes are within 2 % of what is used.
@@ -56,7 +57,16 @@ fn the_work_space_of_the_host_is_what_was_planned() {
         let settings = [DType::F32, DType::F16, DType::BF16].map(threads_of).concat();
         for (dtype, num_threads) in settings {
             let folder = Model::open(dir.str()).expect("a folder");
-            let plan = folder.host_plan(dtype, num_threads, CHUNK, 1).expect("a plan");
+            let plan = folder
+                .host_plan(
+                    dtype,
+                    KvFormat::Dense,
+                    ActivationFormat::AsComputed,
+                    num_threads,
+                    CHUNK,
+                    1,
+                )
+                .expect("a plan");
             let model = load(dir.str(), Some(dtype), num_threads);
             assert_eq!(plan.weights_bytes, model.weights_bytes());
             let per_token = model.kv_cache(3).expect("a cache").size_bytes() / 96;
@@ -74,20 +84,27 @@ fn the_work_space_of_the_host_is_what_was_planned() {
 fn the_memory_of_a_device_is_what_was_planned() {
     const CHUNK: usize = 2048;
     const NUM_BLOCKS: usize = 4096;
-    for (dir, dtype) in [
-        (wide_model(Family::Qwen3), DType::F32),
-        (wide_model(Family::Qwen3), DType::BF16),
-        (wide_model(Family::Llama), DType::F32),
-        (wide_model(Family::Llama), DType::BF16),
-        (wide_model(Family::Qwen2), DType::BF16),
-        (TestModel::wide_gpt2(7).write(Store::BF16), DType::F32),
-        (TestModel::wide_gpt2(7).write(Store::BF16), DType::BF16),
+    use KvFormat::{Dense, Fp8};
+    for (dir, dtype, kv_format) in [
+        (wide_model(Family::Qwen3), DType::F32, Dense),
+        (wide_model(Family::Qwen3), DType::BF16, Dense),
+        (wide_model(Family::Qwen3), DType::BF16, Fp8),
+        (wide_model(Family::Llama), DType::F32, Dense),
+        (wide_model(Family::Llama), DType::BF16, Dense),
+        (wide_model(Family::Qwen2), DType::BF16, Dense),
+        (TestModel::wide_gpt2(7).write(Store::BF16), DType::F32, Dense),
+        (TestModel::wide_gpt2(7).write(Store::BF16), DType::BF16, Dense),
+        (TestModel::wide_gpt2(7).write(Store::BF16), DType::F32, Fp8),
     ] {
         let Some(context) = cuda_context() else { return };
         let folder = Model::open(dir.str()).expect("a folder");
         let limits = PassLimits::of_tokens(folder.config(), CHUNK);
-        let plan = folder.device_plan(dtype, &limits, false).expect("a plan");
-        let model = load_on_cuda(dir.str(), Some(dtype), context.clone()).expect("a model");
+        let plan = folder.device_plan(dtype, kv_format, &limits, false).expect("a plan");
+        let model = match kv_format {
+            Dense => load_on_cuda(dir.str(), Some(dtype), context.clone()),
+            Fp8 => load_fp8_cache_on_cuda(dir.str(), dtype, context.clone(), false),
+        };
+        let model = model.expect("a model");
         assert_eq!(plan.weights_bytes, model.weights_bytes());
         let loaded = context.memory_stats();
         assert_close("weights on CUDA", plan.weights_bytes, loaded.peak as u64);

@@ -1,6 +1,7 @@
 //! Weights that are quantised while they are read.
 
 use std::sync::Arc;
+use xserv::model::{ActivationFormat, KvFormat};
 
 use serde_json::json;
 use xserv::backend::cpu::CpuBackend;
@@ -12,14 +13,14 @@ use xserv::ops::quantised::{Code, QuantisedPanels};
 
 use crate::driver::{argmax, bits, cuda_context, load, Driver};
 use crate::files::{Family, Store, TempDir, TestModel};
-use crate::golden;
+use crate::golden::{self, Golden};
 use crate::packing;
 use crate::quantised_models::relative_rms;
 
 const TRAINED: &str = "tiny-qwen3";
-const AS_STORED: WeightStorage = WeightStorage::AsStored;
-const INT8: WeightStorage = WeightStorage::Int8;
-const INT4: WeightStorage = WeightStorage::Int4;
+pub const AS_STORED: WeightStorage = WeightStorage::AsStored;
+pub const INT8: WeightStorage = WeightStorage::Int8;
+pub const INT4: WeightStorage = WeightStorage::Int4;
 /// Bars on the difference of logits, relative to the root of their mean square: of a trained model, and of random
 /// weights, which make more of a difference from layer to layer.
 const INT8_BARS: [f64; 2] = [0.02, 0.02];
@@ -30,7 +31,7 @@ fn open(path: &str, weights: WeightStorage, group_size: usize) -> Result<ModelFo
 }
 
 /// The same with the matrices of tokens as `embeddings` says.
-fn open_both(
+pub fn open_both(
     path: &str,
     weights: WeightStorage,
     group_size: usize,
@@ -59,7 +60,7 @@ fn quantised(
 }
 
 /// Returns the repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
-fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
+pub fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {
         let prompt = golden.prompts.iter().find(|p| p.name == "chat_memory").expect("a prompt");
@@ -78,7 +79,7 @@ fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
 }
 
 /// The parts that are quantised: the layers, the matrices of tokens, and both.
-const CHOICES: [(WeightStorage, WeightStorage); 5] =
+pub const CHOICES: [(WeightStorage, WeightStorage); 5] =
     [(INT8, AS_STORED), (INT4, AS_STORED), (AS_STORED, INT8), (INT8, INT8), (INT4, INT8)];
 
 /// Returns the bar on the difference of logits.
@@ -103,6 +104,39 @@ fn quantised_logits_are_close_to_those_of_the_numbers() {
     }
 }
 
+/// Returns a model whose products take activations as integers of 8 bits.
+fn with_byte_activations(path: &str, weights: WeightStorage, num_threads: usize) -> Result<Model> {
+    let backend = Arc::new(CpuBackend::new(num_threads)?);
+    let activations = ActivationFormat::Int8;
+    let options = LoadOptions { dtype: Some(DType::F32), activations, ..LoadOptions::default() };
+    open(path, weights, 0)?.load(backend, &options, &mut |_| true)
+}
+
+#[test]
+fn activations_of_8_bits_are_close_to_those_of_16_and_have_the_same_bits_however_a_prompt_is_cut() {
+    for (name, dir, prompt) in models() {
+        for weights in [INT8, INT4] {
+            let logits = |model: &Model, piece| Driver::new(model, 8).logits(&prompt, piece);
+            let model = quantised(dir.str(), DType::F32, weights, AS_STORED, 2).expect("a model");
+            let want = logits(&model, usize::MAX);
+            let model = with_byte_activations(dir.str(), weights, 2).expect("a model");
+            let whole = logits(&model, usize::MAX);
+            let off = relative_rms(&whole, &want);
+            println!("{name}, {weights:?}: logits differ by {:.2} %", 100.0 * off);
+            assert!(off > 1e-4 && off < 0.03, "{name}, {weights:?}: {off:.2e}");
+            for (num_threads, piece) in [(1, 1), (3, 17)] {
+                let other =
+                    with_byte_activations(dir.str(), weights, num_threads).expect("a model");
+                assert_eq!(bits(&logits(&other, piece)), bits(&whole), "{name}, {weights:?}");
+            }
+            // Dense matrices have no such products.
+            let dense = with_byte_activations(dir.str(), AS_STORED, 2).expect("a model");
+            let stored = load(dir.str(), Some(DType::F32), 2);
+            assert_eq!(bits(&logits(&dense, 9)), bits(&logits(&stored, usize::MAX)));
+        }
+    }
+}
+
 #[test]
 fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
     if cuda_context().is_none() {
@@ -121,7 +155,8 @@ fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
                 let backend = CpuBackend::new(2).expect("threads");
                 let folder = open_both(dir.str(), weights, 0, embeddings).expect("a folder");
                 let limits = PassLimits::of_tokens(folder.config(), 64);
-                let plan = folder.device_plan(dtype, &limits, false).expect("a plan");
+                let plan =
+                    folder.device_plan(dtype, KvFormat::Dense, &limits, false).expect("a plan");
                 let model = folder
                     .load_on_device(context, &backend, &options, &mut |_| true)
                     .unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -246,31 +281,43 @@ fn log_probs(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|&x| f64::from(x) - most - sum.ln()).collect()
 }
 
+/// Returns the logits of a trained model for its prompts, and for the answers that it is known to give.
+pub fn trained_rows(golden: &Golden, model: &Model) -> Vec<Vec<f32>> {
+    let mut driver = Driver::new(model, 64);
+    let vocab_size = model.config().vocab_size;
+    // Random tokens have no likely next one.
+    let prompts = golden.prompts.iter().filter(|prompt| prompt.name != "random_ids");
+    let mut rows = Vec::new();
+    for prompt in prompts {
+        rows.extend(driver.logits(&prompt.ids, usize::MAX).chunks(vocab_size).map(<[f32]>::to_vec));
+    }
+    for greedy in &golden.greedy {
+        let ids = [&greedy.prompt_ids[..], &greedy.ids[..]].concat();
+        let made = driver.logits(&ids, usize::MAX);
+        let of_answer = made.chunks(vocab_size).skip(greedy.prompt_ids.len());
+        rows.extend(of_answer.map(<[f32]>::to_vec));
+    }
+    rows
+}
+
+/// Returns the number of rows whose likeliest token is the same, and the mean divergence of their
+/// probabilities.
+pub fn loss(want: &[Vec<f32>], got: &[Vec<f32>]) -> (usize, f64) {
+    assert_eq!(want.len(), got.len());
+    let agreed = want.iter().zip(got).filter(|(w, g)| argmax(w) == argmax(g)).count();
+    let divergence = want.iter().zip(got).map(|(w, g)| {
+        let (w, g) = (log_probs(w), log_probs(g));
+        w.iter().zip(&g).map(|(w, g)| w.exp() * (w - g)).sum::<f64>()
+    });
+    (agreed, divergence.sum::<f64>() / want.len() as f64)
+}
+
 /// The loss of a trained model: its likeliest token, and the divergence of its probabilities.
 #[test]
 fn a_trained_model_keeps_its_tokens() {
     let Some(golden) = golden::tiny_qwen3() else { return };
     let path = golden.model_path();
-    let all = |model: &Model| -> Vec<Vec<f32>> {
-        let mut driver = Driver::new(model, 64);
-        let vocab_size = model.config().vocab_size;
-        // Random tokens have no likely next one.
-        let prompts = golden.prompts.iter().filter(|prompt| prompt.name != "random_ids");
-        let mut rows = Vec::new();
-        for prompt in prompts {
-            rows.extend(
-                driver.logits(&prompt.ids, usize::MAX).chunks(vocab_size).map(<[f32]>::to_vec),
-            );
-        }
-        for greedy in &golden.greedy {
-            let ids = [&greedy.prompt_ids[..], &greedy.ids[..]].concat();
-            let made = driver.logits(&ids, usize::MAX);
-            let of_answer = made.chunks(vocab_size).skip(greedy.prompt_ids.len());
-            rows.extend(of_answer.map(<[f32]>::to_vec));
-        }
-        rows
-    };
-    let want = all(&load(path, Some(DType::BF16), 2));
+    let want = trained_rows(&golden, &load(path, Some(DType::BF16), 2));
     for (weights, group_size, embeddings, least_agreement, most_divergence) in [
         (INT8, 128, AS_STORED, 0.97, 1e-3),
         (INT4, 32, AS_STORED, 0.90, 0.05),
@@ -285,17 +332,8 @@ fn a_trained_model_keeps_its_tokens() {
         let model = open_both(path, weights, group_size, embeddings)
             .and_then(|folder| folder.load(backend, &options, &mut |_| true))
             .expect("a model");
-        let got = all(&model);
-        let agreed = want.iter().zip(&got).filter(|(w, g)| argmax(w) == argmax(g)).count();
-        let divergence: f64 = want
-            .iter()
-            .zip(&got)
-            .map(|(w, g)| {
-                let (w, g) = (log_probs(w), log_probs(g));
-                w.iter().zip(&g).map(|(w, g)| w.exp() * (w - g)).sum::<f64>()
-            })
-            .sum::<f64>()
-            / want.len() as f64;
+        let got = trained_rows(&golden, &model);
+        let (agreed, divergence) = loss(&want, &got);
         let agreement = agreed as f64 / want.len() as f64;
         println!(
             "{weights:?} in groups of {group_size}, embeddings {embeddings:?}: {agreed} of {} likeliest tokens \

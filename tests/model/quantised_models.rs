@@ -3,6 +3,7 @@
 use serde_json::{json, Value};
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
+use xserv::model::{ActivationFormat, KvFormat};
 use xserv::model::{Model, ModelFolder};
 
 use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
@@ -264,7 +265,16 @@ fn quantised_files_take_the_memory_that_was_planned() {
             let model = load(made.quantised.str(), Some(dtype), 2);
             assert_eq!(planned, model.weights_bytes(), "{what}, {dtype}");
             // Matrices of one model may be multiplied in several ways, each with scratch of its own.
-            let plan = folder.host_plan(dtype, 2, prompt.len(), prompt.len()).expect("a plan");
+            let plan = folder
+                .host_plan(
+                    dtype,
+                    KvFormat::Dense,
+                    ActivationFormat::AsComputed,
+                    2,
+                    prompt.len(),
+                    prompt.len(),
+                )
+                .expect("a plan");
             let mut driver = Driver::new(&model, 256);
             driver.logits(prompt, usize::MAX);
             let used = driver.workspace_bytes() as u64;
@@ -335,7 +345,16 @@ fn activations_in_fp8_are_the_same_on_every_device() {
         println!("{what}: activations in FP8 change logits by {loss:.1e}");
         assert!((1e-3..0.15).contains(&loss), "{what}: FP8 changes logits by {loss:.1e}");
         let folder = Model::open(made.quantised.str()).expect("a folder");
-        let plan = folder.host_plan(DType::F32, 2, prompt.len(), prompt.len()).expect("a plan");
+        let plan = folder
+            .host_plan(
+                DType::F32,
+                KvFormat::Dense,
+                ActivationFormat::AsComputed,
+                2,
+                prompt.len(),
+                prompt.len(),
+            )
+            .expect("a plan");
         let model = load(made.quantised.str(), Some(DType::F32), 2);
         let mut driver = Driver::new(&model, 256);
         driver.logits(&prompt, usize::MAX);

@@ -2,6 +2,7 @@
 //! run and wherever the model is.
 
 use std::sync::Arc;
+use xserv::model::{ActivationFormat, KvFormat};
 
 use serde_json::json;
 use xserv::backend::cpu::CpuBackend;
@@ -75,11 +76,13 @@ fn sizes_are_those_of_a_model_with_files() {
             let stored = Model::open(files.str()).expect("a folder");
             assert_eq!(random.warnings(), &[] as &[String]);
             for dtype in [DType::F32, DType::F16, DType::BF16] {
-                let host = |folder: &xserv::model::ModelFolder| folder.host_plan(dtype, 2, 64, 4);
+                let host = |folder: &xserv::model::ModelFolder| {
+                    folder.host_plan(dtype, KvFormat::Dense, ActivationFormat::AsComputed, 2, 64, 4)
+                };
                 assert_eq!(host(&random).unwrap(), host(&stored).unwrap(), "{name}");
                 let limits = PassLimits::of_tokens(random.config(), 64);
                 let device = |folder: &xserv::model::ModelFolder| {
-                    folder.device_plan(dtype, &limits, false).expect("a plan")
+                    folder.device_plan(dtype, KvFormat::Dense, &limits, false).expect("a plan")
                 };
                 assert_eq!(device(&random), device(&stored), "{name}");
             }
@@ -207,7 +210,10 @@ fn a_device_has_the_weights_of_the_cpu() {
             let dir = config_only(&model, None);
             let folder = Model::open_without_weights(dir.str()).expect("a folder");
             let limits = PassLimits::of_tokens(folder.config(), 64);
-            let planned = folder.device_plan(dtype, &limits, false).expect("a plan").weights_bytes;
+            let planned = folder
+                .device_plan(dtype, KvFormat::Dense, &limits, false)
+                .expect("a plan")
+                .weights_bytes;
             let backend = CpuBackend::new(2).expect("threads");
             let random = folder
                 .load_on_device(context.clone(), &backend, &options(Some(dtype)), &mut |_| true)

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use xserv::memory::DType;
-use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
+use xserv::model::{Draw, KvFormat, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
 
 use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TestModel};
@@ -284,7 +284,12 @@ pub fn compare_chain(model: &Model, batch: usize, lens: Range<usize>) {
         }
     }
     println!("{dtype} batch of {batch}: worst row {worst:.2e} std");
-    let bar = if dtype == DType::BF16 { 6e-2 } else { 8e-3 };
+    let bar = match (model.kv_layout().format, dtype) {
+        // A rounding that falls the other way may make a neighbour in 8 bits of a key.
+        (KvFormat::Fp8, _) => 0.12,
+        (KvFormat::Dense, DType::BF16) => 6e-2,
+        (KvFormat::Dense, _) => 8e-3,
+    };
     assert!(worst <= bar, "{dtype} batch of {batch}: {worst:.2e}");
     // And the same bits again.
     assert!(run(true) == got, "{dtype} batch of {batch}");

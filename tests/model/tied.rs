@@ -6,6 +6,7 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
 use xserv::model::{inspect, MemoryNeeds, Model, PassLimits};
+use xserv::model::{ActivationFormat, KvFormat};
 
 use crate::driver::{cuda_context, load, load_on_cuda};
 use crate::files::{cpu_seconds, raw_safetensors, Family, Random, Store, TempDir, TestModel};
@@ -15,7 +16,7 @@ const NUM_TOKENS: usize = 70_001;
 
 /// The relation of the stored output matrix to the embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Output {
+pub enum Output {
     Absent,
     Equal,
     /// In this element alone.
@@ -23,7 +24,7 @@ enum Output {
 }
 
 /// Returns a model that is declared tied, as f32, and the numbers in its tensors.
-fn declared_tied(mut model: TestModel, embedding: &str, output: Output) -> (TempDir, u64) {
+pub fn declared_tied(mut model: TestModel, embedding: &str, output: Output) -> (TempDir, u64) {
     model.config["tie_word_embeddings"] = json!(true);
     model.config["vocab_size"] = json!(NUM_TOKENS);
     let columns = model.tensor(embedding).shape[1];
@@ -49,9 +50,11 @@ fn counts(dir: &TempDir) -> (u64, MemoryNeeds, MemoryNeeds) {
     assert!(report.supported, "{:?}", report.reason);
     let folder = Model::open(dir.str()).expect("opens");
     let dtype = folder.stored_dtype().expect("a type");
-    let on_host = folder.host_plan(dtype, 2, 64, 1).expect("a plan");
+    let on_host = folder
+        .host_plan(dtype, KvFormat::Dense, ActivationFormat::AsComputed, 2, 64, 1)
+        .expect("a plan");
     let limits = PassLimits::of_tokens(folder.config(), 64);
-    let on_device = folder.device_plan(dtype, &limits, false).expect("a plan");
+    let on_device = folder.device_plan(dtype, KvFormat::Dense, &limits, false).expect("a plan");
     assert_eq!(report.weights_bytes, Some(on_host.weights_bytes));
     (report.num_parameters.expect("a number"), on_host, on_device)
 }

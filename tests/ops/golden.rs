@@ -3,6 +3,7 @@
 use crate::support::{assert_close, backends, golden, to_bytes, Guarded, Tolerance};
 use xserv::memory::{DType, HostBuffer, Pages};
 use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::kv_cache::layout::KvFormat;
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::{
     activation, attention, embedding, kv_cache, layer_norm, linear, rms_norm, rope, silu_mul,
@@ -251,7 +252,8 @@ fn attention() {
                 (q.shape[0], q.shape[1], q.shape[2], q.shape[3]);
             let (num_kv_heads, kv_len) = (k.shape[1], k.shape[2]);
             let dtype = dtype_of(&case.name);
-            let layout = KvLayout { dtype, num_layers: 1, num_kv_heads, head_dim };
+            let layout =
+                KvLayout { dtype, format: KvFormat::Dense, num_layers: 1, num_kv_heads, head_dim };
             let blocks_per_seq = kv_len.div_ceil(BLOCK_SIZE);
             let num_bytes = num_seqs * blocks_per_seq * layout.block_bytes();
             let mut cache = HostBuffer::zeroed(num_bytes, Pages::Default).unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::support::device::{assert_rounded, cuda_context, Bench};
 use crate::support::rounded::{norm_rope, turned_only};
-use crate::support::DTYPES;
+use crate::support::{fp8, DTYPES};
 use xserv::backend::ComputeContext;
 use xserv::memory::DType;
 use xserv::ops::kv_cache::KvSlots;
@@ -25,11 +25,11 @@ fn check(
     dtype: DType,
     heads: Heads,
     num_tokens: usize,
-    (has_norms, is_wrong): (bool, bool),
+    (has_norms, is_wrong, is_fp8): (bool, bool, bool),
 ) {
     let (num_heads, num_kv_heads, head_dim, stride) = heads;
     let what =
-        format!("{dtype} {num_tokens} tokens of {heads:?}, norms: {has_norms}, wrong: {is_wrong}");
+        format!("{dtype} {num_tokens} tokens of {heads:?}, norms: {has_norms}, wrong: {is_wrong}, 8 bits: {is_fp8}");
     let mut bench = Bench::new(context, dtype, (num_tokens + head_dim) as u64);
     let (total_heads, half) = (num_heads + 2 * num_kv_heads, head_dim / 2);
     let num_blocks = num_tokens / BLOCK_SIZE + 2;
@@ -59,7 +59,15 @@ fn check(
     let position_tensor = bench.ids(&ids(&positions));
     let slot_tensor = bench.ids(&ids(&slots));
     let cache_shape = [num_blocks, BLOCK_SIZE, num_kv_heads, stride];
-    let caches = [(); 2].map(|()| bench.poisoned(&cache_shape));
+    let len = cache_shape.iter().product();
+    let caches = [(); 2].map(|()| match is_fp8 {
+        true => bench.fp8s(&cache_shape, &vec![f64::NAN; len]),
+        false => bench.poisoned(&cache_shape),
+    });
+    let stored = |x: &[f64]| match is_fp8 {
+        true => x.iter().map(|&x| fp8::round(x)).collect(),
+        false => x.to_vec(),
+    };
 
     let how = QkNormRope {
         norms: has_norms.then_some(QkNorms { q: &q_norm, k: &k_norm, eps: EPS }),
@@ -110,11 +118,20 @@ fn check(
             let is_value = index >= num_heads + num_kv_heads;
             let place = slots[token] * row + (index - num_heads) % num_kv_heads * stride;
             if is_value {
-                assert_eq!(v_after[place..place + stride], *before, "{what}: token {token}");
+                assert_eq!(v_after[place..place + stride], stored(before), "{what}: token {token}");
             } else {
                 let key = &k_after[place..place + stride];
                 got.extend(&key[..head_dim]);
-                want.extend(turned(&k_weight));
+                want.extend(turned(&k_weight).into_iter().map(|(want, most)| match is_fp8 {
+                    // A number that may be off may become a neighbour in 8 bits.
+                    true => {
+                        let sides = [fp8::round(want - most), fp8::round(want + most)];
+                        let nearest = fp8::round(want);
+                        let off = sides.map(|side| (side - nearest).abs());
+                        (nearest, off[0].max(off[1]))
+                    }
+                    false => (want, most),
+                }));
                 assert!(key[head_dim..].iter().all(|&x| x == 0.0), "{what}: behind a key");
             }
         }
@@ -147,8 +164,12 @@ fn heads_on_cuda_are_rounded_after_each_step() {
     for dtype in DTYPES {
         for heads in HEADS {
             for num_tokens in [1, 5, 33] {
-                check(&context, dtype, heads, num_tokens, (true, false));
-                check(&context, dtype, heads, num_tokens, (false, false));
+                for is_fp8 in [false, true] {
+                    check(&context, dtype, heads, num_tokens, (true, false, is_fp8));
+                }
+                for is_fp8 in [false, true] {
+                    check(&context, dtype, heads, num_tokens, (false, false, is_fp8));
+                }
             }
         }
     }
@@ -159,8 +180,12 @@ fn wrong_slots_and_positions_on_cuda_are_reported_and_not_followed() {
     let Some(context) = cuda_context() else { return };
     for dtype in DTYPES {
         for heads in HEADS {
-            check(&context, dtype, heads, 9, (true, true));
-            check(&context, dtype, heads, 9, (false, true));
+            for is_fp8 in [false, true] {
+                check(&context, dtype, heads, 9, (true, true, is_fp8));
+            }
+            for is_fp8 in [false, true] {
+                check(&context, dtype, heads, 9, (false, true, is_fp8));
+            }
         }
     }
 }

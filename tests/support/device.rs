@@ -7,7 +7,7 @@ use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::memory::{DType, ElementType};
 
 pub use super::cuda_context::cuda_context;
-use super::Random;
+use super::{fp8, Random};
 
 pub const HALVES: [DType; 2] = [DType::BF16, DType::F16];
 
@@ -119,6 +119,14 @@ impl Bench {
         tensor
     }
 
+    /// Numbers of 8 bits.
+    pub fn fp8s(&mut self, shape: &[usize], values: &[f64]) -> DeviceTensor {
+        let tensor = self.arena.tensor(ElementType::Fp8, shape).expect("room");
+        let codes: Vec<u8> = values.iter().map(|&x| fp8::code(x)).collect();
+        upload(&self.context, &tensor, &codes);
+        tensor
+    }
+
     pub fn f32s(&mut self, shape: &[usize], values: &[f64]) -> DeviceTensor {
         let tensor = self.arena.tensor(ElementType::Float(DType::F32), shape).expect("room");
         let bytes: Vec<u8> = values.iter().flat_map(|&x| (x as f32).to_ne_bytes()).collect();
@@ -140,7 +148,11 @@ impl Bench {
 
     /// Returns the values of a tensor of the type.
     pub fn read(&self, tensor: &DeviceTensor) -> Vec<f64> {
-        decode(self.dtype, &download(&self.context, tensor))
+        let bytes = download(&self.context, tensor);
+        match tensor.element() {
+            ElementType::Fp8 => bytes.into_iter().map(fp8::number).collect(),
+            _ => decode(self.dtype, &bytes),
+        }
     }
 
     /// NaNs, for results.

@@ -4,6 +4,7 @@
 pub mod chi_square;
 pub mod cuda_context;
 pub mod device;
+pub mod fp8;
 pub mod golden;
 pub mod layouts;
 pub mod random;

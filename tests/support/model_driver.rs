@@ -9,8 +9,8 @@ use xserv::backend::ComputeContext;
 use xserv::error::Result;
 use xserv::memory::DType;
 use xserv::model::{
-    BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, LoadOptions, Model, Step, StepResult,
-    TokenChoice, Workspace,
+    BlockCopy, CopyDirection, ForwardBatch, KvCache, KvFormat, KvSwap, LoadOptions, Model, Step,
+    StepResult, TokenChoice, Workspace,
 };
 use xserv::ops::kv_cache::layout::BLOCK_SIZE;
 
@@ -54,6 +54,36 @@ pub fn load_deterministic(
     let backend = CpuBackend::new(2).expect("threads");
     let options = LoadOptions { dtype, deterministic: true, ..LoadOptions::default() };
     Model::open(path)?.load_on_device(context, &backend, &options, &mut |_| true)
+}
+
+/// The same on the host, with a cache of 8-bit floats.
+pub fn load_fp8_cache(path: &str, dtype: DType, num_threads: usize) -> Model {
+    let backend = Arc::new(CpuBackend::new(num_threads).expect("threads"));
+    let options = fp8_cache(dtype, false);
+    Model::open(path)
+        .and_then(|folder| folder.load(backend, &options, &mut |_| true))
+        .unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// The same on a device.
+pub fn load_fp8_cache_on_cuda(
+    path: &str,
+    dtype: DType,
+    context: Arc<ComputeContext>,
+    deterministic: bool,
+) -> Result<Model> {
+    let backend = CpuBackend::new(2).expect("threads");
+    let options = fp8_cache(dtype, deterministic);
+    Model::open(path)?.load_on_device(context, &backend, &options, &mut |_| true)
+}
+
+fn fp8_cache(dtype: DType, deterministic: bool) -> LoadOptions {
+    LoadOptions {
+        dtype: Some(dtype),
+        deterministic,
+        kv_format: KvFormat::Fp8,
+        ..LoadOptions::default()
+    }
 }
 
 /// A sequence in the cache.

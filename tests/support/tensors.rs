@@ -3,6 +3,7 @@
 //! Every tensor lies between two guards that must stay as they are; results begin as NaN.
 //! References are computed in f64 from the values as they are stored.
 
+use super::fp8;
 use super::random::Random;
 use std::ffi::{c_void, CStr};
 use xserv::ffi::*;
@@ -13,6 +14,8 @@ pub enum Type {
     F32,
     F16,
     BF16,
+    /// Floats of 8 bits, for caches of keys and values alone.
+    Fp8,
     I32,
     I64,
 }
@@ -22,6 +25,7 @@ pub const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::BF16];
 impl Type {
     pub fn size(self) -> usize {
         match self {
+            Type::Fp8 => 1,
             Type::F16 | Type::BF16 => 2,
             Type::F32 | Type::I32 => 4,
             Type::I64 => 8,
@@ -35,6 +39,7 @@ impl Type {
             Type::BF16 => xserv_dtype::XSERV_DTYPE_BF16,
             Type::I32 => xserv_dtype::XSERV_DTYPE_I32,
             Type::I64 => xserv_dtype::XSERV_DTYPE_I64,
+            Type::Fp8 => unreachable!("the library makes no such tensors"),
         }) as u32
     }
 
@@ -45,6 +50,7 @@ impl Type {
             Type::BF16 => (4, 16),
             Type::I32 => (0, 32),
             Type::I64 => (0, 64),
+            Type::Fp8 => (10, 8),
         };
         xserv_tensor_dtype { code, bits, lanes: 1 }
     }
@@ -56,6 +62,7 @@ impl Type {
             Type::BF16 => half::bf16::from_f64(x).to_le_bytes().to_vec(),
             Type::I32 => (x as i32).to_le_bytes().to_vec(),
             Type::I64 => (x as i64).to_le_bytes().to_vec(),
+            Type::Fp8 => vec![fp8::code(x)],
         }
     }
 
@@ -66,6 +73,7 @@ impl Type {
             Type::BF16 => half::bf16::from_le_bytes(bytes.try_into().unwrap()).into(),
             Type::I32 => i32::from_le_bytes(bytes.try_into().unwrap()).into(),
             Type::I64 => i64::from_le_bytes(bytes.try_into().unwrap()) as f64,
+            Type::Fp8 => fp8::number(bytes[0]),
         }
     }
 

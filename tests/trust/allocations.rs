@@ -24,7 +24,7 @@ use xserv::ffi::*;
 use xserv::reserve;
 
 use crate::client::*;
-use crate::hostile_child::wait_while_it_writes;
+use crate::hostile_child::{wait_while_it_writes, TempDir};
 
 /// Allocations of a scenario that are tried at the gate, for each mode.
 const AT_THE_GATE: usize = 100;
@@ -103,6 +103,30 @@ fn load(world: &World) -> Outcome<String> {
     let info = Model(model).info();
     let said = format!("{} {} {}", info.num_parameters, info.has_tokenizer, info.has_chat_template);
     world.shim.during(|| xserv_model_free(std::mem::ManuallyDrop::new(Model(model)).0));
+    Ok(said)
+}
+
+/// A load that keeps what it quantises, and one that reads it.
+fn load_with_kept_weights(world: &World) -> Outcome<String> {
+    let folder = TempDir::new();
+    let file = c_string(folder.path().join("kept.safetensors").to_str().unwrap());
+    let weights = xserv_weights::XSERV_WEIGHTS_INT8 as u32;
+    let options = xserv_load_options { weights, kept_weights: file.as_ptr(), ..world.options };
+    let mut said = String::new();
+    for _ in 0..2 {
+        let mut model = ptr::null_mut();
+        let loaded =
+            world.shim.call(|| unsafe { xserv_load(world.path.as_ptr(), &options, &mut model) });
+        let names = std::fs::read_dir(folder.path()).unwrap();
+        let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        if let Some(part) = names.find(|name| name != "kept.safetensors") {
+            let message = format!("{part} is left, {loaded:?}");
+            return Err(Failure { status: XSERV_STATUS_INTERNAL, message });
+        }
+        loaded?;
+        let model = Handle { shim: &world.shim, handle: model, free: xserv_model_free };
+        said += &generate_with(&world.shim, model.handle)?;
+    }
     Ok(said)
 }
 
@@ -422,8 +446,9 @@ fn error_text(world: &World) -> Outcome<String> {
 
 type Scenario = fn(&World) -> Outcome<String>;
 
-const SCENARIOS: [(&str, Scenario); 13] = [
+const SCENARIOS: [(&str, Scenario); 14] = [
     ("load", load),
+    ("load with kept weights", load_with_kept_weights),
     ("tokenize", tokenize),
     ("detokenize", detokenize),
     ("chat template", chat_template),

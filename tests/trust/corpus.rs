@@ -3,12 +3,13 @@
 use crate::hostile_child::count_cases;
 
 /// The classes, how many cases each must have, and its groups.
-const CLASSES: [(&str, usize, &[&str]); 12] = [
+const CLASSES: [(&str, usize, &[&str]); 13] = [
     (
         "safetensors header and body",
         220,
         &["weights", "weights that are no numbers", "more weights"],
     ),
+    ("kept weights", 200, &["kept weights"]),
     ("shard index", 60, &["indexes", "more indexes"]),
     ("config.json", 250, &["configurations", "generation defaults", "config fields"]),
     (

@@ -609,7 +609,7 @@ fn indexes(bench: &mut Bench) {
     }
 }
 
-fn make_pipe(path: &Path) {
+pub fn make_pipe(path: &Path) {
     let path = c_string(path.to_str().unwrap());
     assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
 }
@@ -689,15 +689,15 @@ fn things_in_place_of_files(bench: &mut Bench) {
     }
 }
 
-/// A progress callback that changes the weights once, when they are partly read.
-struct Meddler {
-    path: std::path::PathBuf,
-    after: f32,
-    meddle: fn(&Path),
-    done: bool,
+/// A progress callback that changes a file once, when the weights are partly read.
+pub struct Meddler {
+    pub path: std::path::PathBuf,
+    pub after: f32,
+    pub meddle: fn(&Path),
+    pub done: bool,
 }
 
-unsafe extern "C" fn meddle(fraction: f32, user_data: *mut c_void) -> bool {
+pub unsafe extern "C" fn meddle(fraction: f32, user_data: *mut c_void) -> bool {
     let meddler = unsafe { &mut *(user_data as *mut Meddler) };
     if fraction >= meddler.after && !meddler.done {
         meddler.done = true;

@@ -33,6 +33,7 @@ mod hostile_files;
 mod hostile_requests;
 mod hostile_surroundings;
 mod identity;
+mod kept_files;
 mod lifetimes;
 mod page;
 mod reads;
@@ -50,4 +51,5 @@ const GROUPS: &[&[hostile_child::Group]] = &[
     hostile_files::GROUPS,
     hostile_requests::GROUPS,
     hostile_surroundings::GROUPS,
+    kept_files::GROUPS,
 ];

@@ -9,7 +9,8 @@
 //   slots:            [num_seqs], block * 32 + offset of the place of the new key and value
 //   k_cache, v_cache: [num_blocks, 32, num_kv_heads, head_dim] through block_tables [num_seqs,
 //                     max_blocks_per_seq] and context_lens [num_seqs], which count the new token; with a
-//                     length of 0 the row is not in use and its out becomes zero
+//                     length of 0 the row is not in use and its out becomes zero. The caches may store 8-bit
+//                     floats: new keys and values then become codes before they are multiplied
 //   out:              [num_seqs, num_heads, head_dim]
 //
 // A unit is a (sequence, kv head) with at most 8 query heads (larger groups take several units). There
@@ -42,23 +43,27 @@
 // read everything after the wait.
 #include "ops/attention/fused_unit.cuh"
 
-#define XSERV_DECODE_ATTENTION(form, suffix, T, head_dim, warps, slots, division, min_blocks)  \
-  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                         \
-      xserv_attention_fused_##form##_d##head_dim##_##suffix(                                  \
-          const __grid_constant__ xserv::FusedArgs args) {                           \
-    using Kernel = xserv::DecodeAttention<T, head_dim, warps, slots, xserv::DecodeForm::division>; \
-    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_fused_##form##_d##head_dim); \
-    Kernel::run(args);                                                                         \
+// STORED is the type T itself or Fp8, whose kernels are called ..._fp8_...
+#define XSERV_DECODE_ATTENTION(form, suffix, T, name, STORED, head_dim, warps, slots, division, min_blocks)        \
+  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                                            \
+      xserv_attention_fused_##form##_##name##d##head_dim##_##suffix(const __grid_constant__ xserv::FusedArgs args) { \
+    using Kernel =                                                                                                \
+        xserv::DecodeAttention<T, head_dim, warps, slots, xserv::DecodeForm::division, STORED>;                   \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_fused_##form##_##name##d##head_dim);     \
+    Kernel::run(args);                                                                                            \
   }
-#define XSERV_DECODE_ATTENTION_CHUNKED(head_dim)                            \
-  XSERV_DECODE_ATTENTION(chunked, f16, __half, head_dim, 4, 4, kChunked, 3) \
-  XSERV_DECODE_ATTENTION(chunked, bf16, __nv_bfloat16, head_dim, 4, 4, kChunked, 3)
+#define XSERV_DECODE_ATTENTION_EACH(form, suffix, T, head_dim, warps, slots, division, min_blocks)                 \
+  XSERV_DECODE_ATTENTION(form, suffix, T, , T, head_dim, warps, slots, division, min_blocks)                       \
+  XSERV_DECODE_ATTENTION(form, suffix, T, fp8_, xserv::Fp8, head_dim, warps, slots * 2, division, min_blocks)
+#define XSERV_DECODE_ATTENTION_CHUNKED(head_dim)                                 \
+  XSERV_DECODE_ATTENTION_EACH(chunked, f16, __half, head_dim, 4, 4, kChunked, 3) \
+  XSERV_DECODE_ATTENTION_EACH(chunked, bf16, __nv_bfloat16, head_dim, 4, 4, kChunked, 3)
 XSERV_DECODE_ATTENTION_CHUNKED(64)
 XSERV_DECODE_ATTENTION_CHUNKED(128)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define XSERV_DECODE_ATTENTION_CLUSTER(head_dim)                            \
-  XSERV_DECODE_ATTENTION(cluster, f16, __half, head_dim, 8, 3, kCluster, 2) \
-  XSERV_DECODE_ATTENTION(cluster, bf16, __nv_bfloat16, head_dim, 8, 3, kCluster, 2)
+#define XSERV_DECODE_ATTENTION_CLUSTER(head_dim)                                 \
+  XSERV_DECODE_ATTENTION_EACH(cluster, f16, __half, head_dim, 8, 3, kCluster, 2) \
+  XSERV_DECODE_ATTENTION_EACH(cluster, bf16, __nv_bfloat16, head_dim, 8, 3, kCluster, 2)
 XSERV_DECODE_ATTENTION_CLUSTER(64)
 XSERV_DECODE_ATTENTION_CLUSTER(128)
 #endif

@@ -39,15 +39,19 @@ XSERV_LAYOUT_FusedProjectArgs;
 
 }  // namespace xserv
 
-#define XSERV_DECODE_ATTENTION_O(slots, suffix, T)                                                                 \
-  extern "C" __global__ void __launch_bounds__(256, 2) xserv_attention_fused_project_##slots##_##suffix(                \
+// STORED is the type T itself or Fp8, whose kernels are called ..._fp8_... and have twice as many slots of half the size.
+#define XSERV_DECODE_ATTENTION_O(name, slots, suffix, T, STORED, held)                                          \
+  extern "C" __global__ void __launch_bounds__(256, 2) xserv_attention_fused_project_##name##slots##_##suffix(    \
       const __grid_constant__ xserv::FusedProjectArgs args) {                                                  \
-    using Kernel = xserv::DecodeAttention<T, 128, 8, slots, xserv::DecodeForm::kProjected>;                        \
+    using Kernel = xserv::DecodeAttention<T, 128, 8, held, xserv::DecodeForm::kProjected, STORED>;                 \
     static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_fused_project_##slots);                   \
     Kernel::run(args.attention, args.projection);                                                                  \
   }
-XSERV_DECODE_ATTENTION_O(2, f16, __half)
-XSERV_DECODE_ATTENTION_O(2, bf16, __nv_bfloat16)
-XSERV_DECODE_ATTENTION_O(3, f16, __half)
-XSERV_DECODE_ATTENTION_O(3, bf16, __nv_bfloat16)
+#define XSERV_DECODE_ATTENTION_O_EACH(slots, suffix, T)         \
+  XSERV_DECODE_ATTENTION_O(, slots, suffix, T, T, slots)        \
+  XSERV_DECODE_ATTENTION_O(fp8_, slots, suffix, T, xserv::Fp8, slots * 2)
+XSERV_DECODE_ATTENTION_O_EACH(2, f16, __half)
+XSERV_DECODE_ATTENTION_O_EACH(2, bf16, __nv_bfloat16)
+XSERV_DECODE_ATTENTION_O_EACH(3, f16, __half)
+XSERV_DECODE_ATTENTION_O_EACH(3, bf16, __nv_bfloat16)
 #endif

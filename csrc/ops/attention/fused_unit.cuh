@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "ops/attention/cache_tile.cuh"
 #include "ops/attention/fused.cuh"
 #include "ops/attention/fused_combine.cuh"
 #include "ops/attention/fused_project.cuh"
@@ -12,15 +13,18 @@ namespace xserv {
 
 enum class DecodeForm { kChunked, kCluster, kProjected };
 
-template <typename T, int kHeadDim, int kWarps, int kSlots, DecodeForm kForm>
+// Stored: what the cache has for a number, T or Fp8.
+template <typename T, int kHeadDim, int kWarps, int kSlots, DecodeForm kForm, typename Stored = T>
 struct DecodeAttention {
   using Args = FusedArgs;
-  using Rows = TileRows<kHeadDim>;
+  using Tile = CacheTile<T, kHeadDim, Stored>;
+  using Rows = typename Tile::Rows;
   using Projected = ProjectedHeads<T, kHeadDim, kWarps>;
   static constexpr bool kProjects = kForm == DecodeForm::kProjected;
   static constexpr bool kCluster = kForm != DecodeForm::kChunked;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kTileBytes = kTileKeys * Rows::kStride;
+  static constexpr int kTileBytes = Tile::kBytes;
+  static_assert(kTileKeys == Tile::kKeys);
   static constexpr int kRingBytes = kSlots * kTileBytes;  // for each warp
   static constexpr int kDimSteps = kHeadDim / 16;
   static constexpr int kVectors = kHeadDim / 4;  // float4 in a row of o
@@ -157,8 +161,8 @@ struct DecodeAttention {
       constexpr int kStep = 32 / Rows::kChunks;  // rows that the warp copies at once
       const int row = lane / Rows::kChunks, column = lane % Rows::kChunks;
       const long long token = static_cast<long long>(is_valid ? id : 0) * kBlockSize + key % kBlockSize + row;
-      const T* source = static_cast<const T*>(is_value ? p.v_cache : p.k_cache) + token * pitch +
-                        kv_head * kHeadDim + column * 8;
+      const Stored* source = static_cast<const Stored*>(is_value ? p.v_cache : p.k_cache) + token * pitch +
+                             kv_head * kHeadDim + column * Tile::kChunkLen;
       const uint32_t target = ring + slot * kTileBytes;
 #pragma unroll
       for (int j = 0; j < kTileKeys / kStep; ++j) {
@@ -176,7 +180,7 @@ struct DecodeAttention {
     // The query is needed soon but would queue after all loads that are under way: where a warp has
     // several tiles, the cluster form begins with few loads and issues the rest after it has requested
     // the query.
-    const int prefill = kCluster ? (is_long ? 1 : 2) : kSlots;
+    const int prefill = kCluster ? (is_long ? 1 : 2) * (Tile::kIsFp8 ? 2 : 1) : kSlots;
     fill(0, prefill);
 
 #if __CUDA_ARCH__ >= 900
@@ -279,9 +283,19 @@ struct DecodeAttention {
       }
       if (is_active) {
         const int place = row < num_group_heads ? row : is_value ? kNewV : kNewK;
-        unsigned char* target = head_rows + place * kRowBytes + head_lane * (kPairs * 4);
-        *reinterpret_cast<Pairs*>(target) = a;
-        *reinterpret_cast<Pairs*>(target + kHalf * 2) = b;
+        unsigned char* const head_row = head_rows + place * kRowBytes;
+        if (Tile::kIsFp8 && row >= num_group_heads) {  // as the cache has them
+#pragma unroll
+          for (int j = 0; j < kPairs; ++j) {
+            const float2 left = unpack_pair<T>(a[j]), right = unpack_pair<T>(b[j]);
+            uint16_t* target = reinterpret_cast<uint16_t*>(head_row + head_lane * (kPairs * 2)) + j;
+            target[0] = static_cast<uint16_t>(e4m3_pair(left.x, left.y));
+            target[kHalf / 2] = static_cast<uint16_t>(e4m3_pair(right.x, right.y));
+          }
+        } else {
+          *reinterpret_cast<Pairs*>(head_row + head_lane * (kPairs * 4)) = a;
+          *reinterpret_cast<Pairs*>(head_row + head_lane * (kPairs * 4) + kHalf * 2) = b;
+        }
       }
       if (begin + kHeadsAtOnce < num_rows) {
         load_weight(row + kHeadsAtOnce, weight_a, weight_b);
@@ -291,20 +305,25 @@ struct DecodeAttention {
     __syncthreads();
     if (is_long) dependency_launch();
 
-    // Q^T as B: head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16.
+    // Q^T as B: head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16, or those that the tile wants.
     uint32_t q[kDimSteps][2];
 #pragma unroll
     for (int step = 0; step < kDimSteps; step += 2) {
-      uint32_t r[4];
-      ldmatrix_x4(r, shared + kRowsAt + (lane & 7) * kRowBytes + step * 32 + (lane >> 3) * 16);
-      q[step][0] = r[0];
-      q[step][1] = r[1];
-      q[step + 1][0] = r[2];
-      q[step + 1][1] = r[3];
+      if constexpr (Tile::kIsFp8) {
+        const unsigned char* dims = head_rows + (lane >> 2) * kRowBytes + step * 32 + (lane & 3) * 8;
+        Tile::order_query(*reinterpret_cast<const uint2*>(dims), q[step]);
+        Tile::order_query(*reinterpret_cast<const uint2*>(dims + 32), q[step + 1]);
+      } else {
+        uint32_t r[4];
+        ldmatrix_x4(r, shared + kRowsAt + (lane & 7) * kRowBytes + step * 32 + (lane >> 3) * 16);
+        q[step][0] = r[0];
+        q[step][1] = r[1];
+        q[step + 1][0] = r[2];
+        q[step + 1][1] = r[3];
+      }
     }
 
-    const uint32_t k_offset = Rows::offset(lane & 15, lane >> 4);
-    const uint32_t v_offset = Rows::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+    const uint32_t k_offset = Tile::key_offset(lane), v_offset = Tile::value_offset(lane);
     const float scale = p.scale * kLog2E;
     // The values of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
     float maximum[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
@@ -351,12 +370,7 @@ struct DecodeAttention {
       // There are several sums, so that a product need not wait for the one before.
       constexpr int kSums = 4;
       float s[kSums][4] = {};
-#pragma unroll
-      for (int step = 0; step < kDimSteps; ++step) {
-        uint32_t a[4];
-        ldmatrix_x4(a, Rows::advance(k_base + k_offset, step));
-        mma_m16n8k16<T>(s[step % kSums], a, q[step][0], q[step][1]);
-      }
+      Tile::add_scores(s, k_base, k_offset, q);
       load_next(i + kSlots / 2, AfterKey());
       const int key = tile * kTileKeys + (lane >> 2);
 #pragma unroll
@@ -393,17 +407,12 @@ struct DecodeAttention {
       const float e2 = exp2_approx(s[0][2] - shift[0]), e3 = exp2_approx(s[0][3] - shift[1]);
       sum[0] += e0 + e2;
       sum[1] += e1 + e3;
-      const uint32_t b0 = movmatrix_8x8(pack_pair<T>(e0, e1)), b1 = movmatrix_8x8(pack_pair<T>(e2, e3));
+      const uint32_t b0 = movmatrix_8x8(pack_pair<typename Tile::Math>(e0, e1)), b1 = movmatrix_8x8(pack_pair<typename Tile::Math>(e2, e3));
       cp_async_wait<kSlots - 1>();
       __syncwarp();
       const uint32_t v_base = ring + slot * kTileBytes;
       if (tile == new_tile) insert_new(v_base, kNewV);
-#pragma unroll
-      for (int d = 0; d < kDimSteps; ++d) {
-        uint32_t a[4];
-        ldmatrix_x4_trans(a, Rows::advance(v_base + v_offset, d));
-        mma_m16n8k16<T>(o[d], a, b0, b1);
-      }
+      Tile::add_values(o, v_base, v_offset, b0, b1);
       load_next(i + (kSlots + 1) / 2, AfterValue());
     }
     cp_async_wait<0>();
@@ -420,14 +429,7 @@ struct DecodeAttention {
     __syncthreads();
     const int head = (lane & 3) * 2;
     if (warp < num_active && head < num_group_heads) {
-      float* mine = partial + (warp * kGroupHeads + head) * kPartialStride + (lane >> 2);
-#pragma unroll
-      for (int d = 0; d < kDimSteps; ++d) {
-        mine[d * 16] = o[d][0];
-        mine[d * 16 + kPartialStride] = o[d][1];
-        mine[d * 16 + 8] = o[d][2];
-        mine[d * 16 + 8 + kPartialStride] = o[d][3];
-      }
+      Tile::store_sums(o, partial + (warp * kGroupHeads + head) * kPartialStride, kPartialStride, lane);
       if (lane < 4) {
         stats[warp * kGroupHeads + head] = make_float2(maximum[0], sum[0]);
         stats[warp * kGroupHeads + head + 1] = make_float2(maximum[1], sum[1]);
@@ -503,8 +505,8 @@ struct DecodeAttention {
       is_slot_bad = new_slot >= static_cast<unsigned>(p.num_blocks) * kBlockSize;
       if (!is_slot_bad && threadIdx.x < 2 * Rows::kChunks) {
         const int is_v = threadIdx.x / Rows::kChunks, column = threadIdx.x % Rows::kChunks;
-        T* cache = static_cast<T*>(is_v ? p.v_cache : p.k_cache) + static_cast<long long>(new_slot) * pitch +
-                   kv_head * kHeadDim + column * 8;
+        Stored* cache = static_cast<Stored*>(is_v ? p.v_cache : p.k_cache) +
+                        static_cast<long long>(new_slot) * pitch + kv_head * kHeadDim + column * Tile::kChunkLen;
         *reinterpret_cast<uint4*>(cache) =
             *reinterpret_cast<const uint4*>(head_rows + (kNewK + is_v) * kRowBytes + column * 16);
       }

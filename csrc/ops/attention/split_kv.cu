@@ -4,7 +4,7 @@
 //           sequence has no query or one
 //   k, v:   [num_seqs, kv_len, num_kv_heads, head_dim] by strides, or packed with cu_seqlens_k, or a cache
 //           [num_blocks, block_size, num_kv_heads, head_dim] through block_tables [num_seqs,
-//           max_blocks_per_seq] with context_lens [num_seqs]
+//           max_blocks_per_seq] with context_lens [num_seqs], which may store 8-bit floats
 // A block computes the (m, l, o) of one chunk of keys for the query heads of one kv head (at most 8; larger
 // groups take several blocks). The last block to finish a (sequence, kv head) combines its chunks in chunk
 // order:
@@ -21,6 +21,7 @@
 // at once. H200, bf16, head_dim 128, 32 heads over 8, 32 sequences of 4096 keys: 4.06 TB/s, where a
 // copy moves 4.27.
 #include "ops/attention/attention.cuh"
+#include "ops/attention/cache_tile.cuh"
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
 
@@ -230,11 +231,11 @@ __device__ __forceinline__ const T* decode_keys(const void* base, const Attentio
   return keys + unit.seq * seq_stride;
 }
 
-template <typename T, int kHeadDim, int kWarps, int kStages>
+template <typename T, int kHeadDim, typename Stored, int kWarps, int kStages>
 struct Decode {
-  using Rows = TileRows<kHeadDim>;
-  static constexpr int kKeys = 16;  // per tile of a warp
-  static constexpr int kTileBytes = kKeys * Rows::kStride;
+  using Tile = CacheTile<T, kHeadDim, Stored>;  // of a warp
+  using Rows = typename Tile::Rows;
+  static constexpr int kKeys = Tile::kKeys, kTileBytes = Tile::kBytes;
   static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // for each warp
   static constexpr int kSharedBytes = kWarps * kRingBytes;
   static constexpr int kDimSteps = kHeadDim / 16;
@@ -246,8 +247,8 @@ struct Decode {
     if (is_done<T, kHeadDim>(p, unit)) return;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool is_paged = p.block_tables != nullptr;
-    const T* k = decode_keys<T>(p.k, p, unit, p.k_seq_stride, p.k_token_stride, p.k_head_stride);
-    const T* v = decode_keys<T>(p.v, p, unit, p.v_seq_stride, p.v_token_stride, p.v_head_stride);
+    const Stored* k = decode_keys<Stored>(p.k, p, unit, p.k_seq_stride, p.k_token_stride, p.k_head_stride);
+    const Stored* v = decode_keys<Stored>(p.v, p, unit, p.v_seq_stride, p.v_token_stride, p.v_head_stride);
     const int num_tiles = (unit.key_end - unit.key_begin + kKeys - 1) / kKeys;
     const int num_warp_tiles = (num_tiles - warp + kWarps - 1) / kWarps;  // tiles warp, warp + kWarps, ...
     const uint32_t ring = shared_address(decode_shared) + warp * kRingBytes;
@@ -255,7 +256,7 @@ struct Decode {
     const auto load_tile = [&](int i, int stage) {
       const int key = unit.key_begin + (warp + i * kWarps) * kKeys;
       const uint32_t target = ring + stage * 2 * kTileBytes;
-      const T *k_rows = k, *v_rows = v;
+      const Stored *k_rows = k, *v_rows = v;
       int num_rows = unit.key_end - key;
       if (is_paged) {
         // 16 keys that start at a multiple of 16 lie in one block of the cache.
@@ -269,11 +270,13 @@ struct Decode {
       }
       constexpr int kTotal = kKeys * Rows::kChunks;
 #pragma unroll
-      for (int j = 0; j < kTotal / 32; ++j) {
+      for (int j = 0; j < (kTotal + 31) / 32; ++j) {
         const int row = (j * 32 + lane) / Rows::kChunks, chunk = (j * 32 + lane) % Rows::kChunks;
+        if (kTotal % 32 != 0 && row >= kKeys) break;
         const uint32_t offset = target + Rows::offset(row, chunk);
-        cp_async_16(offset, k_rows + row * p.k_token_stride + chunk * 8, row < num_rows);
-        cp_async_16(offset + kTileBytes, v_rows + row * p.v_token_stride + chunk * 8, row < num_rows);
+        const int column = chunk * Tile::kChunkLen;
+        cp_async_16(offset, k_rows + row * p.k_token_stride + column, row < num_rows);
+        cp_async_16(offset + kTileBytes, v_rows + row * p.v_token_stride + column, row < num_rows);
       }
     };
 #pragma unroll
@@ -282,24 +285,26 @@ struct Decode {
       cp_async_commit();
     }
 
-    // Q^T as B: lane holds head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16.
+    // Q^T as B: lane holds head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16, or those that the tile wants.
     uint32_t q[kDimSteps][2];
     {
       const int head = lane >> 2;
       const T* row = static_cast<const T*>(p.q) + unit.q_row * p.q_seq_stride +
-                     (unit.group_begin + head) * p.q_head_stride + (lane & 3) * 2;
+                     (unit.group_begin + head) * p.q_head_stride + (lane & 3) * (Tile::kIsFp8 ? 4 : 2);
 #pragma unroll
       for (int step = 0; step < kDimSteps; ++step) {
         q[step][0] = q[step][1] = 0;
-        if (head < unit.num_group_heads) {
+        if (head >= unit.num_group_heads) continue;
+        if constexpr (Tile::kIsFp8) {
+          Tile::order_query(*reinterpret_cast<const uint2*>(row + step * 16), q[step]);
+        } else {
           q[step][0] = *reinterpret_cast<const uint32_t*>(row + step * 16);
           q[step][1] = *reinterpret_cast<const uint32_t*>(row + step * 16 + 8);
         }
       }
     }
 
-    const uint32_t k_offset = Rows::offset(lane & 15, lane >> 4);
-    const uint32_t v_offset = Rows::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+    const uint32_t k_offset = Tile::key_offset(lane), v_offset = Tile::value_offset(lane);
     const float scale = p.scale * kLog2E;
     // The values of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
     float maximum[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
@@ -313,17 +318,12 @@ struct Decode {
       __syncwarp();
       const uint32_t k_base = ring + stage * 2 * kTileBytes, v_base = k_base + kTileBytes;
       // There are two sums, so that a product need not wait for the one before.
-      float s[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (int step = 0; step < kDimSteps; ++step) {
-        uint32_t a[4];
-        ldmatrix_x4(a, Rows::advance(k_base + k_offset, step));
-        mma_m16n8k16<T>(step % 2 == 0 ? s : odd, a, q[step][0], q[step][1]);
-      }
+      float sums[2][4] = {}, s[4];
+      Tile::add_scores(sums, k_base, k_offset, q);
       const int key = unit.key_begin + (warp + i * kWarps) * kKeys + (lane >> 2);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[c] = key + (c >> 1) * 8 < unit.key_end ? (s[c] + odd[c]) * scale : kMinusInfinity;
+        s[c] = key + (c >> 1) * 8 < unit.key_end ? (sums[0][c] + sums[1][c]) * scale : kMinusInfinity;
       }
       float shift[2];
       bool has_grown = false;
@@ -355,13 +355,8 @@ struct Decode {
       const float e2 = exp2_approx(s[2] - shift[0]), e3 = exp2_approx(s[3] - shift[1]);
       sum[0] += e0 + e2;
       sum[1] += e1 + e3;
-      const uint32_t b0 = transpose_8x8(pack_pair<T>(e0, e1)), b1 = transpose_8x8(pack_pair<T>(e2, e3));
-#pragma unroll
-      for (int d = 0; d < kDimSteps; ++d) {
-        uint32_t a[4];
-        ldmatrix_x4_trans(a, Rows::advance(v_base + v_offset, d));
-        mma_m16n8k16<T>(o[d], a, b0, b1);
-      }
+      const uint32_t b0 = transpose_8x8(pack_pair<typename Tile::Math>(e0, e1)), b1 = transpose_8x8(pack_pair<typename Tile::Math>(e2, e3));
+      Tile::add_values(o, v_base, v_offset, b0, b1);
       __syncwarp();  // all lanes have read the stage that is loaded next
       if (i + kStages < num_warp_tiles) load_tile(i + kStages, stage);
       cp_async_commit();
@@ -378,14 +373,8 @@ struct Decode {
     float* partial = reinterpret_cast<float*>(decode_shared);
     float* stats = partial + kWarps * kGroupHeads * kPartialStride<kHeadDim>;
     const int head = (lane & 3) * 2;
-    float* mine = partial + (warp * kGroupHeads + head) * kPartialStride<kHeadDim> + (lane >> 2);
-#pragma unroll
-    for (int d = 0; d < kDimSteps; ++d) {
-      mine[d * 16] = o[d][0];
-      mine[d * 16 + kPartialStride<kHeadDim>] = o[d][1];
-      mine[d * 16 + 8] = o[d][2];
-      mine[d * 16 + 8 + kPartialStride<kHeadDim>] = o[d][3];
-    }
+    float* mine = partial + (warp * kGroupHeads + head) * kPartialStride<kHeadDim>;
+    Tile::store_sums(o, mine, kPartialStride<kHeadDim>, lane);
     if (lane < 4) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -401,7 +390,7 @@ struct Decode {
 
 // For f32: a warp takes keys one by one, and a lane takes the dims lane, lane + 32, ...; it is simple,
 // and serves models in f32.
-template <int kHeadDim>
+template <int kHeadDim, typename Stored>
 struct DecodeF32 {
   static constexpr int kWarps = 4;
   static constexpr int kDims = (kHeadDim + 31) / 32;
@@ -413,8 +402,8 @@ struct DecodeF32 {
     if (is_done<float, kHeadDim>(p, unit)) return;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool is_paged = p.block_tables != nullptr;
-    const float* k = decode_keys<float>(p.k, p, unit, p.k_seq_stride, p.k_token_stride, p.k_head_stride);
-    const float* v = decode_keys<float>(p.v, p, unit, p.v_seq_stride, p.v_token_stride, p.v_head_stride);
+    const Stored* k = decode_keys<Stored>(p.k, p, unit, p.k_seq_stride, p.k_token_stride, p.k_head_stride);
+    const Stored* v = decode_keys<Stored>(p.v, p, unit, p.v_seq_stride, p.v_token_stride, p.v_head_stride);
     const float scale = p.scale * kLog2E;
     for (int head = 0; head < unit.num_group_heads; ++head) {
       const float* q_row = static_cast<const float*>(p.q) + unit.q_row * p.q_seq_stride +
@@ -431,14 +420,14 @@ struct DecodeF32 {
         BlockRow at = {0, key, true};
         if (is_paged) at = block_row(p, unit.seq, key);
         const long long token = at.token;
-        const float* k_row = k + (is_paged ? at.block * p.k_seq_stride : 0) + token * p.k_token_stride;
-        const float* v_row = v + (is_paged ? at.block * p.v_seq_stride : 0) + token * p.v_token_stride;
+        const Stored* k_row = k + (is_paged ? at.block * p.k_seq_stride : 0) + token * p.k_token_stride;
+        const Stored* v_row = v + (is_paged ? at.block * p.v_seq_stride : 0) + token * p.v_token_stride;
         float s = 0.0f, value[kDims];
 #pragma unroll
         for (int i = 0; i < kDims; ++i) {
           const bool is_valid = at.is_valid && lane + i * 32 < kHeadDim;
-          s += q[i] * (is_valid ? k_row[lane + i * 32] : 0.0f);
-          value[i] = is_valid ? v_row[lane + i * 32] : 0.0f;
+          s += q[i] * (is_valid ? to_float(k_row[lane + i * 32]) : 0.0f);
+          value[i] = is_valid ? to_float(v_row[lane + i * 32]) : 0.0f;
         }
         s = warp_reduce<Sum>(s) * scale;
         const float next = fmaxf(maximum, s);
@@ -467,26 +456,36 @@ struct DecodeF32 {
 
 }  // namespace xserv
 
-#define XSERV_DECODE(suffix, T, head_dim, warps, stages, min_blocks)       \
-  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)     \
-      xserv_attention_split_kv_d##head_dim##_##suffix(                       \
-          const __grid_constant__ xserv::AttentionDecodeParams p) {        \
-    using Kernel = xserv::Decode<T, head_dim, warps, stages>;              \
-    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_split_kv_d##head_dim); \
-    Kernel::run(p);                                                        \
+// STORED is the type T itself or Fp8, whose kernels are called ..._split_kv_fp8_...
+#define XSERV_DECODE(suffix, T, name, STORED, head_dim, warps, stages, min_blocks)           \
+  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                       \
+      xserv_attention_split_kv_##name##d##head_dim##_##suffix(                               \
+          const __grid_constant__ xserv::AttentionDecodeParams p) {                          \
+    using Kernel = xserv::Decode<T, head_dim, STORED, warps, stages>;                        \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_split_kv_##name##d##head_dim); \
+    Kernel::run(p);                                                                          \
   }
-#define XSERV_DECODE_16(suffix, T)      \
-  XSERV_DECODE(suffix, T, 64, 4, 4, 2)  \
-  XSERV_DECODE(suffix, T, 80, 4, 4, 2)  \
-  XSERV_DECODE(suffix, T, 96, 4, 3, 2)  \
-  XSERV_DECODE(suffix, T, 128, 4, 2, 3) \
-  XSERV_DECODE(suffix, T, 256, 3, 2, 2)
+#define XSERV_DECODE_16(suffix, T)                     \
+  XSERV_DECODE(suffix, T, , T, 64, 4, 4, 2)            \
+  XSERV_DECODE(suffix, T, , T, 80, 4, 4, 2)            \
+  XSERV_DECODE(suffix, T, , T, 96, 4, 3, 2)            \
+  XSERV_DECODE(suffix, T, , T, 128, 4, 2, 3)           \
+  XSERV_DECODE(suffix, T, , T, 256, 3, 2, 2)           \
+  XSERV_DECODE(suffix, T, fp8_, xserv::Fp8, 64, 4, 8, 2)  \
+  XSERV_DECODE(suffix, T, fp8_, xserv::Fp8, 80, 4, 8, 2)  \
+  XSERV_DECODE(suffix, T, fp8_, xserv::Fp8, 96, 4, 6, 2)  \
+  XSERV_DECODE(suffix, T, fp8_, xserv::Fp8, 128, 4, 4, 3) \
+  XSERV_DECODE(suffix, T, fp8_, xserv::Fp8, 256, 3, 4, 2)
 XSERV_DECODE_16(f16, __half)
 XSERV_DECODE_16(bf16, __nv_bfloat16)
 
 #define XSERV_DECODE_F32(head_dim)                                                                       \
   extern "C" __global__ void __launch_bounds__(128)                                                      \
       xserv_attention_split_kv_d##head_dim##_f32(const __grid_constant__ xserv::AttentionDecodeParams p) { \
-    xserv::DecodeF32<head_dim>::run(p);                                                                  \
+    xserv::DecodeF32<head_dim, float>::run(p);                                                           \
+  }                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(128) xserv_attention_split_kv_fp8_d##head_dim##_f32(       \
+      const __grid_constant__ xserv::AttentionDecodeParams p) {                                          \
+    xserv::DecodeF32<head_dim, xserv::Fp8>::run(p);                                                      \
   }
 XSERV_FOR_HEAD_DIMS(XSERV_DECODE_F32)

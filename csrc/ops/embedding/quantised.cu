@@ -27,7 +27,7 @@ struct EmbeddingQuantisedParams {
   int group_size;
   int code;                 // a Code
   int scale_type;           // a ScaleType
-  int padding;
+  int are_pieces;           // whether codes lie in pieces of rows
 };
 XSERV_LAYOUT_EmbeddingQuantisedParams;
 
@@ -50,8 +50,8 @@ __device__ __forceinline__ void embedding_quantised(const EmbeddingQuantisedPara
     T values[8] = {};
     if (is_valid) {
       uint32_t words[4];
-      const char* codes = static_cast<const char*>(p.codes) + (tile * p.num_chunks + eight / 8) * chunk_bytes;
-      load_eight(codes, row * 4 + eight % 4, eight / 4 % 2, is_int4, words);
+      const char* codes = static_cast<const char*>(p.codes) + tile * p.num_chunks * chunk_bytes;
+      load_eight(codes, row, eight, is_int4, p.are_pieces != 0, words);
       eight_numbers(values, words, second, input, code, p.scales, static_cast<ScaleType>(p.scale_type), p.zeros,
                     tile * p.num_groups * 16 + row * 2 + second, p.num_groups, p.group_size);
     }

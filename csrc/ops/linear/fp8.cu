@@ -1,9 +1,10 @@
 // Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh), for any
 // number of tokens; fp8_many.cu is faster for more than 16 on Hopper.
 //
-// The bytes of a weight's rows are brought together and are the operand A of mma.m16n8k32; chips before sm_89, which
-// do not have it, make numbers of f16 of both operands, exactly, for mma.m16n8k16. The products of 128 inputs are summed by
-// the tensor cores, multiplied by the scales of their row and of their token, and added up in f32.
+// The codes of a weight are the operand A of mma.m16n8k32, of which a lane has 16 neighbouring inputs for two products;
+// chips before sm_89, which do not have it, make numbers of f16 of both operands, exactly, for mma.m16n8k16. The
+// products of 128 inputs are summed by the tensor cores, multiplied by the scales of their row and of their token, and
+// added up in f32.
 //
 // A warp has a ring in shared memory of stages of 128 inputs: the codes of its tiles, their scales, the codes of x and
 // their scales. The stages are divided among p.row_shift's warps and the blocks of a cluster as in quantised.cu; which
@@ -26,7 +27,7 @@ struct Fp8Params {
   int num_tokens;
   int n;  // columns of out
   int num_tiles;
-  int num_chunks;    // of a tile, each of 64 inputs
+  int num_chunks;    // of a tile, each of 64 inputs; even
   int num_groups;    // of a row
   int group_stages;  // of a group
   int x_pitch;       // a multiple of 4
@@ -70,11 +71,8 @@ __device__ __forceinline__ void copy_16(uint32_t target, const void* source, boo
       : "memory");
 }
 
-__device__ __forceinline__ uint32_t shared_word(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
+// Where the two halves of a token's codes change places, so that lanes read different banks.
+__device__ __forceinline__ int half_of(int token) { return token & 1; }
 
 // kFragments: of 8 tokens; kStages: of the ring of a warp; kIsOwn: whether x is of T, so that each block quantises, and
 // normalises, what it multiplies (own_inputs.cuh).
@@ -88,7 +86,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const int row_warps = 1 << p.row_shift, input_warps = kQuantisedWarps >> p.row_shift;
   const int row_warp = warp & (row_warps - 1), input_warp = warp >> p.row_shift;
   const int part = split * input_warps + input_warp, num_parts = num_splits * input_warps;
-  const int num_stages = (p.num_chunks + 1) / 2;
+  const int num_stages = p.num_chunks / 2;
   const int begin = part * num_stages / num_parts, end = (part + 1) * num_stages / num_parts;
   const int block_tile = blockIdx.x / num_splits * row_warps * kFp8Tiles;
   const int warp_tile = block_tile + row_warp * kFp8Tiles;
@@ -119,16 +117,16 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const bool copies_scales = lane < kFp8Tiles * 8 && member < (is_f32 ? 4 : 2);
   const char* const groups =
       static_cast<const char*>(p.scales) + member * 16 + (tile_of(lane >> 3) * p.num_groups << group_shift);
+  // The rows of a piece change places, by the piece, so that the lanes of a load read different banks.
+  const uint32_t code_target = (lane & 24) * 16 + (member ^ (lane >> 3) * 2) * 16;
   const uint32_t group_target = (lane >> 3) * kTileBytes + 2048 + member * 16;
   const auto fill_weights = [&](uint32_t slot, int stage) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      // The last stage may have a single chunk; what it has in place of the other one meets zeros of x, and must not
-      // be the two codes that are no numbers.
-      const int64_t place = min(stage * 4 + step, p.num_chunks * 2 - 1) * 512;
+      const int64_t place = static_cast<int64_t>(stage) * 2048 + step * 512;
 #pragma unroll
       for (int r = 0; r < kFp8Tiles; ++r) {
-        copy_weights(slot + r * kTileBytes + step * 512 + lane * 16, codes[r] + place, true, policy);
+        copy_weights(slot + r * kTileBytes + step * 512 + code_target, codes[r] + place, true, policy);
       }
     }
     const int group = min(stage / p.group_stages, p.num_groups - 1);
@@ -154,9 +152,9 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
       const float scale = quantise_eight(numbers, words);
       if (!is_wanted) return;
       const uint32_t stage = own_inputs + (eight / 16 - block_begin) * inputs_bytes, place = eight % 16;
-      const uint32_t codes = stage + token * 128 + place / 4 * 32 + place % 4 * 4;
+      const uint32_t codes = stage + token * 128 + (place ^ half_of(token) * 8) * 8;
       store_shared(codes, words[0]);
-      store_shared(codes + 16, words[1]);
+      store_shared(codes + 4, words[1]);
       if (place == 0) store_shared(stage + num_rows * 128 + token * 4, __float_as_uint(scale));
     };
     own.make(block_begin * 16, block_end * 16, p.eps, store);
@@ -172,7 +170,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
     for (int j = 0; j < kFragments * 2; ++j) {
       const int token = j * 4 + (lane >> 3);
-      copy_16(slot + token_codes + token * 128 + (lane & 7) * 16,
+      copy_16(slot + token_codes + token * 128 + ((lane & 7) ^ half_of(token) * 4) * 16,
               x + (static_cast<int64_t>(j) * 4 * num_stages + stage) * 128, token < num_rows);
     }
     copy_16(slot + token_scales + lane * 16, p.x_scales + static_cast<int64_t>(stage) * p.x_pitch + first_token + lane * 4,
@@ -187,10 +185,11 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   }
 
   // Tokens behind the last one are read as the last one, and not stored.
-  uint32_t x_places[kFragments];
+  uint32_t x_places[kFragments];  // of 16 inputs of the first half of a stage, and with bit 6 the other way of the second
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
-    x_places[j] = token_codes + min(j * 8 + row, num_rows - 1) * 128 + quarter * 4;
+    const int token = min(j * 8 + row, num_rows - 1);
+    x_places[j] = token * 128 + (half_of(token) * 4 + quarter) * 16;
   }
   float sum[kFp8Tiles][kFragments][4] = {};
   int slot_index = 0;
@@ -201,41 +200,47 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
     __syncwarp();
     float products[kFp8Tiles][kFragments][4] = {};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint4 words[kFp8Tiles];
-#pragma unroll
-      for (int r = 0; r < kFp8Tiles; ++r) words[r] = shared_words(slot + r * kTileBytes + step * 512 + lane * 16);
-#if XSERV_FP8_MMA
-      uint32_t a[kFp8Tiles][4];
+    for (int half = 0; half < 2; ++half) {
+      // Sixteen inputs of rows `row` and `row` + 8.
+      uint4 low[kFp8Tiles], high[kFp8Tiles];
 #pragma unroll
       for (int r = 0; r < kFp8Tiles; ++r) {
-        const uint4 v = words[r];
-        a[r][0] = __byte_perm(v.x, v.y, 0x6420), a[r][1] = __byte_perm(v.x, v.y, 0x7531);
-        a[r][2] = __byte_perm(v.z, v.w, 0x6420), a[r][3] = __byte_perm(v.z, v.w, 0x7531);
+        const uint32_t piece = slot + r * kTileBytes + half * 512 + quarter * 128 + (row ^ quarter * 2) * 16;
+        low[r] = shared_words(piece), high[r] = shared_words(piece + 1024);
       }
+#if XSERV_FP8_MMA
 #pragma unroll
       for (int j = 0; j < kFragments; ++j) {
-        const uint32_t b0 = shared_word(inputs + x_places[j] + step * 32);
-        const uint32_t b1 = shared_word(inputs + x_places[j] + step * 32 + 16);
+        const uint4 b = shared_words(inputs + token_codes + (x_places[j] ^ half * 64));
 #pragma unroll
-        for (int r = 0; r < kFp8Tiles; ++r) mma_e4m3(products[r][j], a[r], b0, b1);
+        for (int r = 0; r < kFp8Tiles; ++r) {
+          mma_e4m3(products[r][j], {low[r].x, high[r].x, low[r].y, high[r].y}, b.x, b.y);
+          mma_e4m3(products[r][j], {low[r].z, high[r].z, low[r].w, high[r].w}, b.z, b.w);
+        }
       }
 #else
-      uint32_t a[kFp8Tiles][2][4];
+      uint32_t a[kFp8Tiles][4][4];
 #pragma unroll
       for (int r = 0; r < kFp8Tiles; ++r) {
-        const Decoder<__half, Code::kFp8> decoder(0, false);
-        decoder.decode(words[r].x, words[r].y, a[r][0]);
-        decoder.decode(words[r].z, words[r].w, a[r][1]);
+        const uint32_t lows[4] = {low[r].x, low[r].y, low[r].z, low[r].w};
+        const uint32_t highs[4] = {high[r].x, high[r].y, high[r].z, high[r].w};
+#pragma unroll
+        for (int four = 0; four < 4; ++four) {
+          uint32_t first[2], second[2];
+          decode_four(lows[four], first), decode_four(highs[four], second);
+          a[r][four][0] = first[0], a[r][four][1] = second[0], a[r][four][2] = first[1], a[r][four][3] = second[1];
+        }
       }
 #pragma unroll
       for (int j = 0; j < kFragments; ++j) {
+        const uint4 v = shared_words(inputs + token_codes + (x_places[j] ^ half * 64));
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int four = 0; four < 4; ++four) {
           uint32_t b[2];
-          decode_four(shared_word(inputs + x_places[j] + step * 32 + half * 16), b);
+          decode_four(words[four], b);
 #pragma unroll
-          for (int r = 0; r < kFp8Tiles; ++r) mma_m16n8k16<__half>(products[r][j], a[r][half], b[0], b[1]);
+          for (int r = 0; r < kFp8Tiles; ++r) mma_m16n8k16<__half>(products[r][j], a[r][four], b[0], b[1]);
         }
       }
 #endif
@@ -271,7 +276,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   // The sums take the place of all rings.
   cp_async_wait<0>();
   __syncthreads();
-  finish_quantised<T, kFp8Tiles, kFragments>(p, staging, sum, block_tile, first_token);
+  finish_quantised<T, kFp8Tiles, kFragments, false>(p, staging, sum, block_tile, first_token);
 }
 
 }  // namespace xserv

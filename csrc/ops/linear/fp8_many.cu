@@ -1,17 +1,15 @@
 // Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh) by the
-// FP8 tensor cores of Hopper, for more than 16 tokens.
+// FP8 tensor cores of Hopper, for more than 16 tokens; fp8_prefill.cu is faster for prompts.
 //
 // A block has 64 rows of W for each of its groups of four warps, all with the same tokens, whose x lies in shared
-// memory once for all of them. One warp copies stages of 128 inputs into a ring: the codes of all tiles as they are,
-// x, and the scales of both. The others bring the bytes of their rows together and pass them to wgmma as the operand
-// A; x is stored in the order of the inputs that this gives. The tensor cores sum the 128 products of a stage, which
-// are multiplied by the scales of their row and of their token and added up in f32: the sums of the tensor cores
-// keep about 14 bits.
+// memory once for all of them. Two threads copy stages of 128 inputs into a ring: the codes of all tiles as they are,
+// x, and the scales of both. wgmma reads both there. The tensor cores sum the 128 products of a stage, which are
+// multiplied by the scales of their row and of their token and added up in f32: the sums of the tensor cores keep about
+// 14 bits. While warps do that, the tensor cores work at the next stage.
 //
-// There are two ways to divide a product. For few tokens the blocks of a cluster share a tile and divide its inputs;
-// their sums are added in the order of the inputs, through shared memory. For many, a block by itself computes one
-// tile after the other, and copies those ahead while it stores. (On an H200 it does not help that two blocks with the same
-// tokens each copy one half of x to both.)
+// There are two ways to divide a product. The blocks of a cluster share a tile and divide its inputs; their sums are
+// added in the order of the inputs, through shared memory. Or a block by itself computes one tile after the other, and
+// copies those ahead while it stores.
 //
 // Tokens behind the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/cluster.cuh"
@@ -53,7 +51,7 @@ struct Fp8Many {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSums = kTokens / 2;
   static constexpr int kWarps = kGroups * 4, kTiles = kWarps, kThreads = (kWarps + 4) * 32;
   // A group of four warps copies and needs few registers; the others divide what that gives back.
-  static constexpr int kOtherRegisters = kGroups > 2 ? 32 : 24;
+  static constexpr int kOtherRegisters = 32;
   static constexpr int kRegisters =
       (65536 / kThreads / 8 * 8 * (kGroups + 1) - kOtherRegisters) / kGroups / 8 * 8;
   static constexpr uint32_t kTokenBytes = kTokens * 128, kTileBytes = 2048;
@@ -142,53 +140,50 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     meet(num_splits);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-    constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+    // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each 16 inputs.
+    constexpr uint64_t kTokenLayout = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+    constexpr uint64_t kCodeLayout = static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32;
     const int row = lane >> 2;
-    const uint32_t codes = S::kCodes + warp * S::kTileBytes + lane * 16;
+    const uint32_t codes = S::kCodes + warp / 4 * (4 * S::kTileBytes);
     const uint32_t pairs = S::kScales + ((warp * 8 + row) << (is_f32 ? 3 : 2));
     const uint32_t token_scales = S::kTokenScales + (lane & 3) * 8;
-    uint32_t numbers[2][4][4];
-    float products[kSums], total[kSums];
-    uint32_t next_stage = ring, next_barrier = full, next_parity = 0;  // of the stage that is read next
-    // Waits for a stage and makes operands of its codes: the bytes of a word belong to two rows.
-    const auto load = [&](uint32_t (&a)[4][4]) {
+    float products[2][kSums], total[kSums];
+    uint32_t next_stage = ring, next_barrier = full, next_parity = 0;  // of the stage that is multiplied next
+    uint32_t last_stage = ring, last_barrier = full;  // of the stage whose products are added next
+    // Multiplies a stage.
+    const auto issue = [&](float (&d)[kSums]) {
       mbarrier_wait(next_barrier, next_parity);
+      const uint64_t rows = ((next_stage + codes) & 0x3ffff) >> 4 | kCodeLayout;
+      const uint64_t tokens = (next_stage & 0x3ffff) >> 4 | kTokenLayout;
+      wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint4 v = shared_words(next_stage + codes + step * 512);
-        a[step][0] = __byte_perm(v.x, v.y, 0x6420), a[step][1] = __byte_perm(v.x, v.y, 0x7531);
-        a[step][2] = __byte_perm(v.z, v.w, 0x6420), a[step][3] = __byte_perm(v.z, v.w, 0x7531);
-      }
-    };
-    const auto advance = [&] {
+      for (int step = 0; step < 4; ++step) wgmma_e4m3<kTokens>(d, rows + step * 16, tokens + step * 2, step > 0);
+      wgmma_commit();
       next_stage += S::kStageBytes, next_barrier += 8;
       if (next_barrier == empty) next_stage = ring, next_barrier = full, next_parity ^= 1;
     };
-    const auto issue = [&](uint32_t stage, const uint32_t (&a)[4][4]) {
-      const uint64_t tokens = (stage & 0x3ffff) >> 4 | kFixed;
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        wgmma_registers<__nv_fp8_e4m3, kTokens>(products, a[step], tokens + step * 2, step > 0);
+    // Adds the products of a stage, while the next one is multiplied if `has_next`.
+    const auto finish = [&](float (&d)[kSums], bool has_next) {
+      const float2 factor = scale_pair(shared_pair(last_stage + pairs, is_f32), scale_type);
+      if (has_next) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
       }
-      wgmma_commit();
-    };
-    const auto finish = [&](uint32_t stage) {
-      const float2 factor = scale_pair(shared_pair(stage + pairs, is_f32), scale_type);
-      wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
+      for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not before the wait
 #pragma unroll
       for (int j = 0; j < kFragments; ++j) {
-        const float2 x = shared_floats(stage + token_scales + j * 32);
-        const float* v = products + j * 4;
+        const float2 x = shared_floats(last_stage + token_scales + j * 32);
+        const float* v = d + j * 4;
         float* t = total + j * 4;
         t[0] = fmaf(v[0], x.x * factor.x, t[0]), t[1] = fmaf(v[1], x.y * factor.x, t[1]);
         t[2] = fmaf(v[2], x.x * factor.y, t[2]), t[3] = fmaf(v[3], x.y * factor.y, t[3]);
       }
       __syncwarp();
-      const uint32_t slot_bytes = (stage - ring) / S::kStageBytes * 8;
-      if (lane == 0) mbarrier_arrive(empty + slot_bytes);
+      if (lane == 0) mbarrier_arrive(last_barrier + kStages * 8);
+      last_stage += S::kStageBytes, last_barrier += 8;
+      if (last_barrier == empty) last_stage = ring, last_barrier = full;
     };
     const auto with_epilogue = [&](auto store) {
       switch (static_cast<Epilogue>(p.epilogue)) {
@@ -202,38 +197,34 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
       place(unit, tile, token);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) total[i] = 0.0f;
-      // While a stage is multiplied, the codes of the next one become operands in other registers. Behind the last
-      // one it is read once more.
-      load(numbers[0]);
+      issue(products[0]);
       int left = end - begin;
-      while (left >= 2) {
-        uint32_t stage = next_stage;
-        advance();
-        issue(stage, numbers[0]);
-        load(numbers[1]);
-        finish(stage);
-        stage = next_stage;
-        if (left > 2) advance();
-        issue(stage, numbers[1]);
-        load(numbers[0]);
-        finish(stage);
-        if (left == 2) advance();
-        left -= 2;
+      for (; left > 2; left -= 2) {
+        issue(products[1]);
+        finish(products[0], true);
+        issue(products[0]);
+        finish(products[1], true);
       }
-      if (left > 0) {
-        const uint32_t stage = next_stage;
-        issue(stage, numbers[0]);
-        advance();
-        finish(stage);
+      if (left == 2) {
+        issue(products[1]);
+        finish(products[0], true);
+        finish(products[1], false);
+      } else {
+        finish(products[0], false);
       }
       dependency_wait();
       if (num_splits == 1) {
         with_epilogue([&](auto epilogue) {
+          const auto fragment = [&](int j) {
+            return Fragment<T, decltype(epilogue)::value, false>(p, (tile + warp) * p.tile_rows, 0, token + j * 8);
+          };
+          uint2 old[kFragments];
+#pragma unroll
+          for (int j = 0; j < kFragments; ++j) old[j] = fragment(j).load();
 #pragma unroll
           for (int j = 0; j < kFragments; ++j) {
-            const Fragment<T, decltype(epilogue)::value> fragment(p, (tile + warp) * p.tile_rows, 0, token + j * 8);
             const float* v = total + j * 4;
-            fragment.store(make_float4(v[0], v[1], v[2], v[3]), fragment.load());
+            fragment(j).store(make_float4(v[0], v[1], v[2], v[3]), old[j]);
           }
         });
       }
@@ -249,8 +240,8 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps>(p, staging, tile, token,
-                                                                          S::kTiles * kFragments, 1, split, num_splits);
+      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps, false>(
+          p, staging, tile, token, S::kTiles * kFragments, 1, split, num_splits);
     });
     meet(num_splits);
   }
@@ -270,8 +261,7 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
   XSERV_FP8_MANY(32, 3, SUFFIX, T)     \
   XSERV_FP8_MANY(64, 2, SUFFIX, T)     \
   XSERV_FP8_MANY(64, 3, SUFFIX, T)     \
-  XSERV_FP8_MANY(128, 2, SUFFIX, T)    \
-  XSERV_FP8_MANY(192, 2, SUFFIX, T)
+  XSERV_FP8_MANY(128, 2, SUFFIX, T)
 XSERV_FP8_MANY_ALL(f16, __half)
 XSERV_FP8_MANY_ALL(bf16, __nv_bfloat16)
 #endif

@@ -78,14 +78,15 @@ __device__ __forceinline__ void copy_weights(uint32_t target, const char* source
 
 // Adds up the sums that all warps of the cluster have left in shared memory, and stores the results.
 // staging: [warps along the inputs][all fragments of the block][lane].
-template <typename T, Epilogue kEpilogue, int kFragments, int kWarps = kQuantisedWarps, typename Params>
+template <typename T, Epilogue kEpilogue, int kFragments, int kWarps = kQuantisedWarps, bool kIsExact = true,
+          typename Params>
 __device__ __forceinline__ void store_quantised(const Params& p, const float4* staging, int first_tile,
                                                 int first_token, int num_fragments, int input_warps, int split,
                                                 int num_splits) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   for (int i = split * kWarps + warp; i < num_fragments; i += num_splits * kWarps) {
-    const Fragment<T, kEpilogue> fragment(p, (first_tile + i / kFragments) * Params::tile_rows, 0,
-                                          first_token + i % kFragments * 8);
+    const Fragment<T, kEpilogue, kIsExact> fragment(p, (first_tile + i / kFragments) * Params::tile_rows, 0,
+                                                    first_token + i % kFragments * 8);
     const uint2 old = fragment.load();
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const auto add = [&](float4 part) {
@@ -115,7 +116,7 @@ struct EpilogueTag {
 
 // Adds up and stores the sums of all warps of the cluster. staging: where a warp leaves its sums, after
 // everyone has read what was there; each fragment is 512 bytes.
-template <typename T, int kTiles, int kFragments, typename Params>
+template <typename T, int kTiles, int kFragments, bool kIsExact = true, typename Params>
 __device__ __forceinline__ void finish_quantised(const Params& p, float4* staging,
                                                  const float (&sum)[kTiles][kFragments][4], int first_tile,
                                                  int first_token) {
@@ -131,8 +132,8 @@ __device__ __forceinline__ void finish_quantised(const Params& p, float4* stagin
   }
   meet(num_splits);
   const auto store = [&](auto epilogue) {
-    store_quantised<T, decltype(epilogue)::value, kFragments>(p, staging, first_tile, first_token, num_fragments,
-                                                              input_warps, split, num_splits);
+    store_quantised<T, decltype(epilogue)::value, kFragments, kQuantisedWarps, kIsExact>(
+        p, staging, first_tile, first_token, num_fragments, input_warps, split, num_splits);
   };
   switch (static_cast<Epilogue>(p.epilogue)) {
     case Epilogue::kPlain: store(EpilogueTag<Epilogue::kPlain>()); break;
@@ -164,6 +165,16 @@ __device__ __forceinline__ uint2 shared_pair(uint32_t address, bool is_f32) {
 __device__ __forceinline__ float2 shared_floats(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ float shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
 __device__ __forceinline__ uint32_t shared_half(uint32_t address) {

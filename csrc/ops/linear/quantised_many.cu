@@ -376,8 +376,8 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
       with_epilogue([&](auto epilogue) {
 #pragma unroll
         for (int j = 0; j < kFragments; ++j) {
-          const Fragment<T, decltype(epilogue)::value> fragment(p, (block_tile + warp) * p.tile_rows, 0,
-                                                                first_token + j * 8);
+          const Fragment<T, decltype(epilogue)::value, false> fragment(p, (block_tile + warp) * p.tile_rows, 0,
+                                                                       first_token + j * 8);
           const float* v = total + j * 4;
           fragment.store(make_float4(v[0], v[1], v[2], v[3]), fragment.load());
         }
@@ -394,8 +394,8 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps>(p, staging, block_tile, first_token,
-                                                                          S::kTiles * kFragments, 1, split, num_splits);
+      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps, false>(
+          p, staging, block_tile, first_token, S::kTiles * kFragments, 1, split, num_splits);
     });
     meet(num_splits);
   }

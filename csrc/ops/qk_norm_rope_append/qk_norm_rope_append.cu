@@ -1,6 +1,6 @@
 // The operations between the projection and the attention, with the roundings of Transformers:
 //   q, k = rope(rms_norm(q)), rope(rms_norm(k))     each head by itself; q in place, k into the cache
-//   v                                               into the cache as it is
+//   v                                               into the cache as it is, or both as 8-bit floats
 // or without the norms, where q_norm and k_norm are null;
 //   rms_norm(x) = round(weight * round(x / sqrt(mean(x^2) + eps)))
 //   rope(x)     = round(round(x * cos) + round(rotate_half(x) * sin))      Su et al. 2021, split-half pairs
@@ -23,6 +23,7 @@
 #include "common/layouts.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
+#include "ops/kv_cache/stored.cuh"
 
 namespace xserv {
 
@@ -55,7 +56,8 @@ __device__ __forceinline__ float rounded(float value) {
   return to_float(from_float<T>(value));
 }
 
-template <typename T, int PAIRS, int LANES>
+// Stored: what the cache has for a number, T or Fp8.
+template <typename T, typename Stored, int PAIRS, int LANES>
 __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& args) {
   using V = Vec<T, PAIRS>;
   constexpr bool kIsWhole = LANES < 32;  // the lanes hold exactly a head
@@ -111,23 +113,23 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
   if (!is_head) return;
 
-  T* target = source;
+  Stored* cached = nullptr;
   if (!is_query) {
     if (slot >= args.num_slots) {
       if (lane == 0) report_fault(args.fault, kFaultBlock, token, slot);
       return;
     }
     const int kv_head = head - num_heads - (is_value ? num_kv_heads : 0);
-    target = static_cast<T*>(is_value ? args.v_cache : args.k_cache);
-    target += (slot * num_kv_heads + kv_head) * stride;
+    cached = static_cast<Stored*>(is_value ? args.v_cache : args.k_cache);
+    cached += (slot * num_kv_heads + kv_head) * stride;
   }
   if (is_value) {
     if constexpr (kIsWhole) {
-      *reinterpret_cast<V*>(target + lane * PAIRS) = a[0];
-      *reinterpret_cast<V*>(target + half + lane * PAIRS) = b[0];
+      store_in_cache(cached + lane * PAIRS, a[0]);
+      store_in_cache(cached + half + lane * PAIRS, b[0]);
     } else {
       for (int i = lane * PAIRS; i < stride; i += LANES * PAIRS) {
-        *reinterpret_cast<V*>(target + i) = *reinterpret_cast<const V*>(source + i);
+        store_in_cache(cached + i, *reinterpret_cast<const V*>(source + i));
       }
     }
     return;
@@ -152,12 +154,17 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
       left_out[j] = from_float<T>(rounded<T>(left * c) - rounded<T>(right * s));
       right_out[j] = from_float<T>(rounded<T>(right * c) + rounded<T>(left * s));
     }
-    *reinterpret_cast<V*>(target + i) = left_out;
-    *reinterpret_cast<V*>(target + half + i) = right_out;
+    if (is_query) {
+      *reinterpret_cast<V*>(source + i) = left_out;
+      *reinterpret_cast<V*>(source + half + i) = right_out;
+    } else {
+      store_in_cache(cached + i, left_out);
+      store_in_cache(cached + half + i, right_out);
+    }
   }
   // The gap is cleared here because the cache is not cleared before its first use.
   if (!kIsWhole && !is_query) {
-    for (int i = args.head_dim + lane; i < stride; i += LANES) target[i] = from_float<T>(0.0f);
+    for (int i = args.head_dim + lane; i < stride; i += LANES) cached[i] = Stored{};
   }
 }
 
@@ -177,16 +184,20 @@ __device__ __forceinline__ void rope_table(T* cos_table, T* sin_table, const flo
 
 }  // namespace xserv
 
-#define XSERV_APPEND(SUFFIX, T, NAME, PAIRS, LANES)                                                          \
+#define XSERV_APPEND(SUFFIX, T, NAME, STORED, PAIRS, LANES)                                                  \
   extern "C" __global__ void __launch_bounds__(256)                                                          \
       xserv_qk_norm_rope_append_##NAME##_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) { \
-    xserv::qk_norm_rope_append<T, PAIRS, LANES>(args);                                                       \
+    xserv::qk_norm_rope_append<T, STORED, PAIRS, LANES>(args);                                               \
   }
 #define XSERV_KERNEL(SUFFIX, T)                                                                              \
-  XSERV_APPEND(SUFFIX, T, 128, 4, 16)                                                                        \
-  XSERV_APPEND(SUFFIX, T, 64, 4, 8)                                                                          \
-  XSERV_APPEND(SUFFIX, T, vec, 2, 32)                                                                        \
-  XSERV_APPEND(SUFFIX, T, scalar, 1, 32)                                                                     \
+  XSERV_APPEND(SUFFIX, T, 128, T, 4, 16)                                                                     \
+  XSERV_APPEND(SUFFIX, T, 64, T, 4, 8)                                                                       \
+  XSERV_APPEND(SUFFIX, T, vec, T, 2, 32)                                                                     \
+  XSERV_APPEND(SUFFIX, T, scalar, T, 1, 32)                                                                  \
+  XSERV_APPEND(SUFFIX, T, fp8_128, xserv::Fp8, 4, 16)                                                        \
+  XSERV_APPEND(SUFFIX, T, fp8_64, xserv::Fp8, 4, 8)                                                          \
+  XSERV_APPEND(SUFFIX, T, fp8_vec, xserv::Fp8, 2, 32)                                                        \
+  XSERV_APPEND(SUFFIX, T, fp8_scalar, xserv::Fp8, 1, 32)                                                     \
   extern "C" __global__ void __launch_bounds__(256)                                                          \
       xserv_qk_rope_table_##SUFFIX(T* cos_table, T* sin_table, const float* inv_freq, float scaling,         \
                                    int max_position, int half) {                                             \

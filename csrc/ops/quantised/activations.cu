@@ -14,7 +14,8 @@ struct GroupOfLane {
   __device__ __forceinline__ GroupOfLane(int num_tokens, int num_groups) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 16) + threadIdx.x / 16;
     const int64_t last = static_cast<int64_t>(num_tokens) * num_groups - 1, place = min(index, last);
-    token = static_cast<int>(place / num_groups);
+    // A division of 64 bits takes several times as long.
+    token = static_cast<int>(last < INT32_MAX ? static_cast<uint32_t>(place) / num_groups : place / num_groups);
     group = static_cast<int>(place - static_cast<int64_t>(token) * num_groups);
     eight = threadIdx.x & 15;
     is_there = index <= last;

@@ -8,6 +8,8 @@
 
 #include <type_traits>
 
+#include "common/e4m3.cuh"
+
 namespace xserv {
 
 // What a number is stored as, numbered like Code of src/ops/quantised/format.rs. All that kernels ask of a code is in this
@@ -186,16 +188,9 @@ struct Decoder<__half, Code::kFp8> {
   }
 };
 
-__device__ __forceinline__ float fp8_value(uint32_t code) {
-  // The bits of a small f32, which differs by a power of 2.
-  const float magnitude = (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u)
-                                                : __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
-  return code & 0x80 ? -magnitude : magnitude;
-}
-
 // The number of a code, before it is scaled.
 __device__ __forceinline__ float code_value(Code code, uint32_t bits, int zero) {
-  return code == Code::kFp8 ? fp8_value(bits) : static_cast<float>(static_cast<int>(bits) - zero);
+  return code == Code::kFp8 ? e4m3_number(bits) : static_cast<float>(static_cast<int>(bits) - zero);
 }
 
 // Whether all codes of the words stand for numbers.

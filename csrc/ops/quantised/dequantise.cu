@@ -25,6 +25,7 @@ struct DequantiseParams {
   int pairs_end;   // the first row that has none 8 further, nor is one
   int code;        // a Code
   int scale_type;  // a ScaleType
+  int are_pieces;  // whether codes lie in pieces of rows
 };
 XSERV_LAYOUT_DequantiseParams;
 
@@ -97,10 +98,10 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   const bool is_int4 = code_type == Code::kInt4;
   const int row = lane >> 2;
   const char* codes =
-      static_cast<const char*>(p.codes) + (tile * p.num_chunks + chunk) * static_cast<int64_t>(is_int4 ? 512 : 1024);
+      static_cast<const char*>(p.codes) + tile * p.num_chunks * static_cast<int64_t>(is_int4 ? 512 : 1024);
   uint32_t words[4];
-  load_eight(codes, lane, half, is_int4, words);
-  const int input = chunk * 64 + half * 32 + (lane & 3) * 8;
+  const int eight = chunk * 8 + half * 4 + (lane & 3), input = eight * 8;
+  load_eight(codes, row, eight, is_int4, p.are_pieces != 0, words);
   const int64_t first = tile * p.tile_rows + row;
   if (first >= p.pairs_end) return;
   if (p.group_size % 8 == 0) {

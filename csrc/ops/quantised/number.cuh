@@ -12,14 +12,21 @@ __device__ __forceinline__ float scale_at(const void* scales, int64_t index, Sca
   return to_float(static_cast<const __nv_bfloat16*>(scales)[index]);
 }
 
-// The words of eight inputs of a lane's two rows: of 4 bits the first two, of 8 bits all. codes: those of a
-// chunk; half: of its inputs.
-__device__ __forceinline__ void load_eight(const char* codes, int lane, int half, bool is_int4, uint32_t (&words)[4]) {
+// The words of the inputs 8 * eight to 8 * eight + 7 of rows `row` and `row` + 8 of a tile, as a lane of a product has
+// them: of 4 bits the first two, of 8 bits all. codes: those of the tile; are_pieces: whether they lie in pieces of rows.
+__device__ __forceinline__ void load_eight(const char* codes, int row, int eight, bool is_int4, bool are_pieces,
+                                           uint32_t (&words)[4]) {
+  const int chunk = eight / 8, half = eight / 4 % 2, lane = row * 4 + eight % 4;
   if (is_int4) {
-    const uint2 v = *reinterpret_cast<const uint2*>(codes + lane * 16 + half * 8);
+    const uint2 v = *reinterpret_cast<const uint2*>(codes + static_cast<int64_t>(chunk) * 512 + lane * 16 + half * 8);
     words[0] = v.x, words[1] = v.y, words[2] = words[3] = 0;
+  } else if (are_pieces) {
+    const char* piece = codes + static_cast<int64_t>(eight / 16) * 2048 + eight / 2 % 8 * 128 + row * 16 + eight % 2 * 8;
+    const uint2 low = *reinterpret_cast<const uint2*>(piece), high = *reinterpret_cast<const uint2*>(piece + 1024);
+    words[0] = __byte_perm(low.x, high.x, 0x5140), words[1] = __byte_perm(low.x, high.x, 0x7362);
+    words[2] = __byte_perm(low.y, high.y, 0x5140), words[3] = __byte_perm(low.y, high.y, 0x7362);
   } else {
-    const uint4 v = *reinterpret_cast<const uint4*>(codes + half * 512 + lane * 16);
+    const uint4 v = *reinterpret_cast<const uint4*>(codes + static_cast<int64_t>(chunk) * 1024 + half * 512 + lane * 16);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
   }
 }

@@ -368,6 +368,9 @@ int run_bench(const char *name, int argc, char **argv) {
       {"--context", "N", OPTION_UINT64, &load->max_context_tokens, "longest context of a request", 1, UINT64_MAX},
       {"--kv-cache-tokens", "N", OPTION_UINT64, &load->kv_cache_tokens,
        "tokens in the KV cache; if few, requests are preempted", 0, UINT64_MAX},
+      {"--kv-cache", "computed|fp8", OPTION_CHOICE, &load->kv_cache_format, "what the KV cache stores (computed)", 0, 0},
+      {"--activations", "computed|int8", OPTION_CHOICE, &load->activations,
+       "what products with weights of 4 and 8 bits take\nactivations as on the CPU (computed: 16 bits)", 0, 0},
       {"--max-swap-bytes", "SIZE", OPTION_SIZE, &load->max_swap_bytes,
        "host memory for preempted requests; 1: none", 0, 0},
       {"--max-prefill-tokens", "N", OPTION_UINT64, &load->max_prefill_tokens, "prompt tokens in a step", 0, UINT64_MAX},
@@ -380,6 +383,8 @@ int run_bench(const char *name, int argc, char **argv) {
        "inputs that share a scale in weights quantised at load", 0, 1 << 20},
       {"--embeddings", "stored|int8", OPTION_CHOICE, &load->embeddings,
        "what the embedding and the output matrix are kept as (stored)", 0, 0},
+      {"--kept-weights", "FILE", OPTION_TEXT, &load->kept_weights,
+       "keep what is quantised in FILE: read if it is there, else made", 0, 0},
       {"--random", NULL, OPTION_FLAG, &all.random, "random weights: MODEL needs a config.json alone", 0, 0},
       {0},
   };

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import unittest
+import zlib
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -826,19 +827,87 @@ class Loading(unittest.TestCase):
         self.assertEqual([together[0], together[2], together[4]], [alone] * 3)
 
     def test_plan(self):
-        for options in ({}, {"max_memory_bytes": 30 << 20}, {"kv_cache_tokens": 96, "dtype": "f32"}):
+        for options in (
+            {}, {"max_memory_bytes": 30 << 20}, {"kv_cache_tokens": 96, "dtype": "f32"}, {"kv_cache_format": "fp8"},
+            {"weights": "int8", "activations": "int8"},
+        ):  # fmt: skip
             found = xserv.plan(MODEL, device="cpu", num_threads=2, **options)
             self.assertTrue(found.fits)
             self.assertEqual(found.device, "cpu")
             with xserv.Model(MODEL, device="cpu", num_threads=2, **options) as model:
                 for name in ("dtype", "weights_bytes", "workspace_bytes", "kv_cache_tokens", "max_context_tokens"):
                     self.assertEqual(getattr(found, name), getattr(model.info, name), name)
+        sizes = [
+            xserv.plan(MODEL, dtype="bf16", kv_cache_format=form).kv_bytes_per_token for form in ("as computed", "fp8")
+        ]
+        self.assertEqual(sizes[0], 2 * sizes[1])
+        with self.assertRaises(ValueError):
+            xserv.plan(MODEL, kv_cache_format="fp4")
+        with self.assertRaises(ValueError):
+            xserv.plan(MODEL, activations="int4")
         few = xserv.plan(MODEL, device="cuda", max_batch_size=2, deterministic=True)
         self.assertLess(few.workspace_bytes, xserv.plan(MODEL, device="cuda").workspace_bytes)
         small = xserv.plan(MODEL, device="cuda", max_memory_bytes=1000)
         self.assertEqual((small.fits, small.kv_cache_tokens, small.device), (False, 0, "cuda"))
         with self.assertRaises(xserv.Error):
             xserv.plan("/no/such/folder")
+
+    def test_quantised_weights_are_kept(self):
+        request = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+        def tokens(**options):
+            with xserv.Model(MODEL, device="cpu", weights="int4", embeddings="int8", **options) as model:
+                return model.generate("Once upon a time", **request).token_ids
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "kept.safetensors")
+            without = tokens()
+            for _ in range(2):
+                self.assertEqual(tokens(kept_weights=file), without)
+                self.assertEqual(os.listdir(folder), [file.name])
+            self.assertEqual(tokens(kept_weights=str(file)), without)
+            # As any reader of safetensors sees it, with the checksums of zlib.
+            content = file.read_bytes()
+            begin = 8 + int.from_bytes(content[:8], "little")
+            header = json.loads(content[8:begin])
+            described = json.loads(header.pop("__metadata__")["xserv.kept_weights"])
+            self.assertEqual(described["version"], 1)
+            for tensor in described["tensors"]:
+                for part in ("codes", "scales", "zeros"):
+                    found = header.pop(f"{tensor['name']}.{part}", {"data_offsets": (0, 0)})
+                    first, last = found["data_offsets"]
+                    checksum = zlib.crc32(content[begin + first : begin + last])
+                    self.assertEqual(tensor[f"{part}_crc32"], f"{checksum:08x}")
+            self.assertEqual(header, {})
+            with self.assertRaises(xserv.InvalidFileError) as caught:
+                tokens(kept_weights=file, weights_group_size=64)
+            self.assertIn(str(file), str(caught.exception))
+            # A plan takes the same options, and leaves the file alone.
+            other = Path(folder, "other.safetensors")
+            options = dict(device="cpu", weights="int4", weights_group_size=64, max_context_tokens=512)
+            planned = xserv.plan(MODEL, kept_weights=other, **options)
+            self.assertEqual(planned, xserv.plan(MODEL, kept_weights=file, **options))
+            self.assertEqual((planned, other.exists()), (xserv.plan(MODEL, **options), False))
+        for wrong in ({"kept_weights": "x"}, {"kept_weights": "x", "weights": "int4", "random_weights": True}):
+            for call in (xserv.Model, xserv.plan):
+                with self.assertRaises(xserv.InvalidArgumentError):
+                    call(MODEL, device="cpu", **wrong)
+
+    def test_a_full_disk_keeps_no_weights(self):
+        # A limit on the size of files stands for it.
+        program = (
+            "import os, resource, sys, xserv\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+            "try: xserv.Model(sys.argv[1], device='cpu', weights='int8', kept_weights=sys.argv[2] + '/kept')\n"
+            "except xserv.FileError as error: print(error, os.listdir(sys.argv[2]))\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            said = subprocess.run(
+                [sys.executable, "-c", program, MODEL, folder], capture_output=True, text=True, check=True
+            ).stdout
+        self.assertIn(f"{folder}/kept", said)
+        self.assertIn("cannot be written", said)
+        self.assertTrue(said.endswith("[]\n"), said)
 
     def test_an_idle_model_uses_no_cpu(self):
         with xserv.Model(MODEL) as model:

@@ -1,5 +1,6 @@
 """API keys, and what users may not learn of each other."""
 
+import inspect
 import json
 import os
 import tempfile
@@ -7,7 +8,9 @@ import unittest
 from pathlib import Path
 
 import openai
-from support import NAME, PACKAGES, Server, story
+import xserv
+from support import MODEL, NAME, PACKAGES, Server, story
+from xserv_server.cli import load_options_of, options_parser
 
 SECRET = "The secret word of the first user is marmalade, and nobody else may know it. " * 4
 
@@ -153,6 +156,28 @@ class Start(unittest.TestCase):
             file.write("one two three\n")
             file.flush()
             self.assertIn("line 1", self.fails("--api-key-file", file.name))
+
+    def test_every_option_of_a_load_has_an_option_of_the_command(self):
+        given = (
+            "--weights", "int8", "--weights-group-size", "64", "--embeddings", "int8", "--kept-weights", "/tmp/file",
+            "--kv-cache-format", "fp8", "--max-swap-bytes", "1", "--no-prefix-cache",
+        )  # fmt: skip
+        options = load_options_of(options_parser().parse_args(["model", *given]))
+        of_a_load = {
+            name: parameter.default
+            for name, parameter in inspect.signature(xserv.Model.__init__).parameters.items()
+            if parameter.kind == inspect.Parameter.KEYWORD_ONLY
+        }
+        # The first two are functions; files that are mapped end a server when someone cuts them short.
+        for name in ("progress", "log", "map_files"):
+            of_a_load.pop(name)
+        self.assertEqual(options.keys(), of_a_load.keys())
+        self.assertEqual(load_options_of(options_parser().parse_args(["model"])), of_a_load)
+        with tempfile.TemporaryDirectory() as folder:
+            options.update(device="cpu", num_threads=2, kept_weights=str(Path(folder, "kept")))
+            for _ in range(2):
+                with xserv.Model(MODEL, **options) as model:
+                    self.assertTrue(model.generate("Once", max_tokens=2).text)
 
     def test_a_port_in_use(self):
         with Server() as server:

@@ -35,6 +35,8 @@ LOGITS_LAST, LOGITS_ALL = 0, 1
 DEVICES = {"cpu": 0, "cuda": 1, "auto": 2}
 WEIGHTS = {"as stored": 0, "int8": 1, "int4": 2}
 EMBEDDINGS = {"as stored": 0, "int8": 1}
+KV_CACHE_FORMATS = {"as computed": 0, "fp8": 1}
+ACTIVATIONS = {"as computed": 0, "int8": 1}
 DTYPES = {"auto": 0, "f32": 1, "f16": 2, "bf16": 3}
 LOG_LEVELS = {1: "warning", 2: "info", 3: "debug"}
 FINISH_REASONS = {
@@ -109,6 +111,9 @@ class LoadOptions(Structure):
         ("weights", c_uint32),
         ("weights_group_size", c_uint32),
         ("embeddings", c_uint32),
+        ("kv_cache_format", c_uint32),
+        ("kept_weights", c_char_p),
+        ("activations", c_uint32),
         ("reserved", c_uint32),
     ]
 

@@ -56,6 +56,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "f32", "f16", "bf16"]
 Weights = Literal["as stored", "int8", "int4"]
 Embeddings = Literal["as stored", "int8"]
+KvCacheFormat = Literal["as computed", "fp8"]
+Activations = Literal["as computed", "int8"]
 _T = TypeVar("_T")
 
 _DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
@@ -70,7 +72,7 @@ class ModelInfo:
     path: the folder that was opened; for a repo id its snapshot in the local Hugging Face cache.
     device: for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
     device_index: the index of the GPU; 0 on the CPU.
-    dtype: the type of weights, KV cache and matrix products: "f32", "f16" or "bf16".
+    dtype: the type that is computed with, "f32", "f16" or "bf16" (of weights and KV cache too, unless quantised).
     num_threads: the number of threads that the CPU's kernels use; 0 on a GPU.
     num_parameters: the number of weights; tied embeddings count once.
     weights_bytes: bytes that the weights take in memory.
@@ -170,7 +172,7 @@ class MemoryPlan:
 
     device: the device on which the model would run, "cpu" or "cuda".
     device_index: the index of the GPU; 0 on the CPU.
-    dtype: the type of weights and KV cache: "f32", "f16" or "bf16".
+    dtype: the type that would be computed with: "f32", "f16" or "bf16".
     weights_bytes: bytes of the weights.
     workspace_bytes: the most bytes that activations and scratch memory take while requests run.
     kv_bytes_per_token: bytes of KV cache for one token.
@@ -318,8 +320,11 @@ def _load_options(
     dtype: str,
     weights: str,
     embeddings: str,
+    kv_cache_format: str,
+    activations: str,
     flags: Mapping[str, bool],
     numbers: Mapping[str, int],
+    kept_weights: Optional[Path],
 ) -> c.LoadOptions:
     options = c.LoadOptions()
     library.xserv_load_options_init(byref(options), sizeof(options))
@@ -327,6 +332,10 @@ def _load_options(
     options.dtype = choice(c.DTYPES, dtype, "dtype")
     options.weights = choice(c.WEIGHTS, weights, "weights")
     options.embeddings = choice(c.EMBEDDINGS, embeddings, "embeddings")
+    options.kv_cache_format = choice(c.KV_CACHE_FORMATS, kv_cache_format, "kv_cache_format")
+    options.activations = choice(c.ACTIVATIONS, activations, "activations")
+    if kept_weights is not None:
+        options.kept_weights = _path(kept_weights)
     for name, flag in flags.items():
         setattr(options, name, flag)
     for name, number in numbers.items():
@@ -343,6 +352,8 @@ def plan(
     weights: Weights = "as stored",
     weights_group_size: int = 0,
     embeddings: Embeddings = "as stored",
+    kv_cache_format: KvCacheFormat = "as computed",
+    activations: Activations = "as computed",
     num_threads: int = 0,
     max_context_tokens: int = 0,
     kv_cache_tokens: int = 0,
@@ -351,10 +362,12 @@ def plan(
     max_batch_size: int = 0,
     deterministic: bool = False,
     random_weights: bool = False,
+    kept_weights: Optional[Path] = None,
 ) -> MemoryPlan:
     """Returns the memory that Model() would take with the same options (see there), without reading the weights
     and without a GPU. It is the computation by which Model() sizes the KV cache. A model that does not fit is
-    not an error: `fits` is then False.
+    not an error: `fits` is then False. The file of kept_weights is neither read nor made: nothing that is planned
+    depends on it.
 
     To plan for a GPU of a given size, pass device="cuda" and its memory, less some hundred MB for the driver, as
     max_memory_bytes. Where there is a GPU it is asked for its free memory, which starts it in this process.
@@ -368,7 +381,9 @@ def plan(
         max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size,
         weights_group_size=weights_group_size,
     )  # fmt: skip
-    options = _load_options(device, dtype, weights, embeddings, flags, numbers)
+    options = _load_options(
+        device, dtype, weights, embeddings, kv_cache_format, activations, flags, numbers, kept_weights
+    )
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
     return _dataclass_from(MemoryPlan, found)
@@ -587,8 +602,8 @@ class Model(NotCopyable):
     device: "cpu", "cuda" (an NVIDIA GPU), or "auto" (default): a GPU where it can be used and the model runs
         and fits there, else the CPU.
     device_index: the index of the GPU, from 0 (default); 0 on the CPU.
-    dtype: the type of weights, KV cache and matrix products: "f32", "f16", "bf16", or "auto" (default), the
-        type that is stored.
+    dtype: the type that is computed with, and of weights and KV cache unless the weights are quantised or
+        kv_cache_format says otherwise: "f32", "f16", "bf16", or "auto" (default), the type that is stored.
     weights: what the matrices of the layers are kept as: "as stored" (default; folders whose weights are quantised
         keep them so), or "int8" or "int4", to which numbers of 32 and 16 bits are brought while they are read.
         Norms and biases stay as stored.
@@ -596,6 +611,15 @@ class Model(NotCopyable):
         32 with "int4", 128 with "int8".
     embeddings: what the embedding and the output matrix are kept as, whatever weights says of the layers: "as stored"
         (default), or "int8", with a scale for every 128 inputs.
+    kv_cache_format: what the KV cache stores: "as computed" (default), numbers of dtype, or "fp8", floats of 8 bits
+        (torch.float8_e4m3fn, without a scale), which take half the memory of bf16, so that there is room for twice
+        as many tokens.
+    activations: what products with weights of 4 and 8 bits take their activations as on the CPU: "as computed" (default),
+        integers of 16 bits, or "int8", with which prompts are faster and results less exact. Without such weights, and on
+        a GPU, it changes nothing.
+    kept_weights: a file in which what weights and embeddings quantise is kept for later loads, or None (default). If
+        it is there, it is read instead of what it was made from; else the load makes it. A file of other options or of
+        another model, or a damaged one, is refused (InvalidFileError) and never overwritten.
     num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
         run on. Results do not depend on it.
     map_files: map the weight files while they are read, instead of reading them. A file that another process
@@ -641,6 +665,9 @@ class Model(NotCopyable):
         weights: Weights = "as stored",
         weights_group_size: int = 0,
         embeddings: Embeddings = "as stored",
+        kv_cache_format: KvCacheFormat = "as computed",
+        activations: Activations = "as computed",
+        kept_weights: Optional[Path] = None,
         num_threads: int = 0,
         map_files: bool = False,
         max_context_tokens: int = 0,
@@ -665,7 +692,9 @@ class Model(NotCopyable):
             max_prefill_tokens=max_prefill_tokens, max_swap_bytes=max_swap_bytes,
             weights_group_size=weights_group_size,
         )  # fmt: skip
-        options = _load_options(device, dtype, weights, embeddings, flags, numbers)
+        options = _load_options(
+            device, dtype, weights, embeddings, kv_cache_format, activations, flags, numbers, kept_weights
+        )  # fmt: skip
 
         raised: List[BaseException] = []
         interrupted = threading.Event()

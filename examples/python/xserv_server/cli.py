@@ -74,6 +74,20 @@ def options_parser() -> argparse.ArgumentParser:
     load.add_argument("--device-index", type=_size, default=0)
     load.add_argument("--dtype", choices=("auto", "f32", "f16", "bf16"), default="auto")
     load.add_argument("--weights", choices=("as stored", "int8", "int4"), default="as stored")
+    load.add_argument(
+        "--weights-group-size", type=_size, default=0,
+        help="inputs that share a scale; 0: 32 with int4, 128 with int8",
+    )  # fmt: skip
+    load.add_argument("--embeddings", choices=("as stored", "int8"), default="as stored")
+    load.add_argument(
+        "--kv-cache-format", choices=("as computed", "fp8"), default="as computed",
+        help="what keys and values are stored as: with fp8 there is room for twice as many tokens as with bf16",
+    )  # fmt: skip
+    load.add_argument(
+        "--activations", choices=("as computed", "int8"), default="as computed",
+        help="what products with weights of 4 and 8 bits take activations as on the CPU: with int8 prompts are faster",
+    )  # fmt: skip
+    load.add_argument("--kept-weights", metavar="FILE", help="keep what is quantised there, for later starts")
     for name, what in (
         ("num-threads", "threads of the CPU's kernels"),
         ("max-context-tokens", "the longest context of a request"),
@@ -83,6 +97,11 @@ def options_parser() -> argparse.ArgumentParser:
     ):
         load.add_argument(f"--{name}", type=_size, default=0, help=f"{what}; 0: the library's choice")
     load.add_argument("--max-memory-bytes", type=int, default=0, help="for weights, work space and KV cache")
+    load.add_argument(
+        "--max-swap-bytes", type=_size, default=0,
+        help="of host memory, for requests that make room; 0: the library's choice, 1: none",
+    )  # fmt: skip
+    load.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute every prompt whole")
     load.add_argument("--deterministic", action="store_true", help="the same answers on a GPU to the last bit")
     load.add_argument("--random-weights", action="store_true", help="make the weights up, to time a shape")
     parser.add_argument("--no-page", action="store_true", help="serve no page at /")
@@ -129,8 +148,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def load_options_of(arguments: argparse.Namespace) -> Dict[str, Any]:
     """The options of xserv.Model that the options ask for."""
     names = (
-        "device", "device_index", "dtype", "weights", "num_threads", "max_context_tokens", "kv_cache_tokens",
-        "max_batch_size", "max_prefill_tokens", "max_memory_bytes", "deterministic", "random_weights",
+        "device", "device_index", "dtype", "weights", "weights_group_size", "embeddings", "kept_weights",
+        "kv_cache_format", "activations", "num_threads", "max_context_tokens", "kv_cache_tokens", "max_batch_size",
+        "max_prefill_tokens", "max_memory_bytes", "max_swap_bytes", "prefix_cache", "deterministic", "random_weights",
     )  # fmt: skip
     return {name: getattr(arguments, name) for name in names}
 

@@ -13,7 +13,8 @@
 
 use super::amx_rows::few_rows;
 use super::tiles::{
-    IntegerOperands, TileOperands, TileUnit, PANEL_TILES, ROW_BYTES, TILE_BYTES, TILE_ROWS,
+    ByteOperands, IntegerOperands, TileOperands, TileUnit, PANEL_TILES, ROW_BYTES, TILE_BYTES,
+    TILE_ROWS,
 };
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -458,6 +459,77 @@ unsafe impl TileUnit for Amx {
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 options(nostack)
             );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn byte_block<const ROWS: usize>(&mut self, operands: &ByteOperands) {
+        // SAFETY: as in `block`; the sums are in tmm0 and tmm1, and those of the second row of tiles in
+        // tmm2 and tmm3.
+        unsafe {
+            match ROWS {
+                1 => asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "2:",
+                    "tileloadd tmm6, [{b} + {row}*1]",
+                    "tileloadd tmm4, [{a} + {row}*1]",
+                    "tileloadd tmm7, [{b} + {row}*1 + 1024]",
+                    "tdpbssd tmm0, tmm4, tmm6",
+                    "tdpbssd tmm1, tmm4, tmm7",
+                    "add {a}, 1024",
+                    "add {b}, {b_step}",
+                    "dec {n}",
+                    "jnz 2b",
+                    "tilestored [{out} + {row}*2], tmm0",
+                    "tilestored [{out} + {row}*2 + 64], tmm1",
+                    a = inout(reg) operands.a => _,
+                    b = inout(reg) operands.b => _,
+                    b_step = const PANEL_TILES * TILE_BYTES,
+                    n = inout(reg) operands.num_steps => _,
+                    row = in(reg) ROW_BYTES,
+                    out = in(reg) operands.out,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack)
+                ),
+                2 => asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    "2:",
+                    "tileloadd tmm6, [{b} + {row}*1]",
+                    "tileloadd tmm4, [{a} + {row}*1]",
+                    "tileloadd tmm7, [{b} + {row}*1 + 1024]",
+                    "tileloadd tmm5, [{a2} + {row}*1]",
+                    "tdpbssd tmm0, tmm4, tmm6",
+                    "tdpbssd tmm1, tmm4, tmm7",
+                    "tdpbssd tmm2, tmm5, tmm6",
+                    "tdpbssd tmm3, tmm5, tmm7",
+                    "add {a}, 1024",
+                    "add {a2}, 1024",
+                    "add {b}, {b_step}",
+                    "dec {n}",
+                    "jnz 2b",
+                    "tilestored [{out} + {row}*2], tmm0",
+                    "tilestored [{out} + {row}*2 + 64], tmm1",
+                    "tilestored [{out} + {row}*2 + 2048], tmm2",
+                    "tilestored [{out} + {row}*2 + 2112], tmm3",
+                    a = inout(reg) operands.a => _,
+                    a2 = inout(reg) operands.a.wrapping_add(operands.a_stride) => _,
+                    b = inout(reg) operands.b => _,
+                    b_step = const PANEL_TILES * TILE_BYTES,
+                    n = inout(reg) operands.num_steps => _,
+                    row = in(reg) ROW_BYTES,
+                    out = in(reg) operands.out,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack)
+                ),
+                // Checked when it is compiled.
+                _ => const { assert!(ROWS == 1 || ROWS == 2) },
+            }
         }
     }
 

@@ -10,6 +10,9 @@ pub const UNIT: usize = 4;
 /// bytes are as signed numbers, must be signed bytes too.
 pub const MAX_ACTIVATION: i16 = 127 << 8;
 
+/// What they are at most where activations are integers of 8 bits.
+pub const MAX_BYTE_ACTIVATION: i16 = 127;
+
 /// The inputs that may be summed up before [`Dots::finish`]: the sums of `UNIT` bytes of 255 with the
 /// largest activations, less those of zeros, must fit into 32 bits.
 pub const MAX_SUMMED: usize = 128;
@@ -37,6 +40,8 @@ pub unsafe trait Dots: Copy {
     const MAX_ROWS: usize;
     /// The same where codes share bytes, whose parts need registers too.
     const MAX_NIBBLE_ROWS: usize = Self::MAX_ROWS;
+    /// The same of both where activations are integers of 8 bits.
+    const MAX_BYTE_ROWS: usize = Self::MAX_NIBBLE_ROWS;
     /// Brings the activations of a unit into the form in which [`Dots::add_products`] reads them.
     fn unit(activations: [i16; UNIT]) -> u64;
     /// Returns all zeros.
@@ -56,6 +61,14 @@ pub unsafe trait Dots: Copy {
     /// # Safety
     /// See the trait; `activations` is what [`Dots::unit`] returned.
     unsafe fn add_products(self, codes: Self::Codes, activations: *const u64) -> Self;
+    /// Does the same with activations of up to [`MAX_BYTE_ACTIVATION`], up or down.
+    /// # Safety
+    /// See the trait; `activations` is what [`Dots::unit`] returned.
+    #[inline(always)]
+    unsafe fn add_byte_products(self, codes: Self::Codes, activations: *const u64) -> Self {
+        // SAFETY: passed on to the caller.
+        unsafe { self.add_products(codes, activations) }
+    }
     /// Returns the sums, less the products of sixteen zeros, which are bytes, with `total`, the sum of
     /// the activations.
     /// # Safety

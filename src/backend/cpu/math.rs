@@ -33,6 +33,27 @@ pub fn fp8_to_f32(code: u8) -> f32 {
     f32::from_bits(sign | magnitude) * f32::from_bits(247 << 23)
 }
 
+/// The largest number of e4m3.
+pub const LARGEST_FP8: f32 = 448.0;
+
+/// Returns the e4m3 code nearest to a number, of two the even one; those beyond 448 become 448.
+pub fn fp8_code(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let size = x.abs();
+    if size.is_nan() {
+        return sign | 0x7f;
+    }
+    if size >= LARGEST_FP8 {
+        return sign | 0x7e;
+    }
+    // In steps between neighbouring numbers: 8 of them begin at every power of 2, and below 2^-6
+    // they stay the same. A carry goes to the exponent, as it should.
+    let exponent = ((size.to_bits() >> 23) as i32 - 127).max(-6);
+    let step = f32::from_bits((130 - exponent) as u32 * (1 << 23));
+    let steps = (size * step).round_ties_even() as i32;
+    sign | ((exponent + 6) * 8 + steps).clamp(0, 0x7e) as u8
+}
+
 /// Converts f16 bits to f32, branch-free.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {

@@ -92,6 +92,17 @@ pub unsafe trait Vector16: Copy {
             Self::load(values.as_ptr())
         }
     }
+    /// Reads 16 integers, and rounds them.
+    /// # Safety
+    /// See the trait.
+    #[inline(always)]
+    unsafe fn load_integers(source: *const i32) -> Self {
+        // SAFETY: the caller passes a pointer valid for 16 reads, and has the instruction set.
+        unsafe {
+            let integers = source.cast::<[i32; 16]>().read_unaligned();
+            Self::load(integers.map(|integer| integer as f32).as_ptr())
+        }
+    }
     /// Reads 16 integers in two parts and returns `256 * upper + lower - less`, rounded once.
     /// # Safety
     /// See the trait.

@@ -81,11 +81,29 @@ pub struct IntegerOperands {
     pub out: *mut i32,
 }
 
+/// The operands of a block of `ROWS` tiles of 16 rows by 32 columns of sums of signed bytes.
+///
+/// Tiles are as in [`IntegerOperands`], each one kilobyte without gaps. Sums are exact, modulo 2^32.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ByteOperands {
+    /// The first row of tiles, [num_steps] tiles.
+    pub a: *const i8,
+    /// Bytes from a row of tiles to the next.
+    pub a_stride: usize,
+    /// The two tiles of the first step, beside each other; those of a step are [`PANEL_TILES`] further.
+    pub b: *const i8,
+    /// Steps of 64 values of k: at least one.
+    pub num_steps: usize,
+    /// [16 * ROWS][32].
+    pub out: *mut i32,
+}
+
 /// A unit that multiplies tiles, ready for use by this thread until it is dropped.
 ///
 /// # Safety
-/// `block` writes all sums of its block and nothing else, and so do `panel_block`, `gathered_block`
-/// and `integer_block`.
+/// `block` writes all sums of its block and nothing else, and so do `panel_block`, `gathered_block`,
+/// `integer_block` and `byte_block`.
 pub unsafe trait TileUnit: Sized {
     /// Makes the unit of this thread ready; None if the instruction set has none.
     /// # Safety
@@ -123,6 +141,11 @@ pub unsafe trait TileUnit: Sized {
     /// # Safety
     /// The pointers of `operands` cover what its fields say.
     unsafe fn integer_block(&mut self, operands: &IntegerOperands);
+
+    /// Computes a block of one or two rows of tiles of signed bytes.
+    /// # Safety
+    /// The pointers of `operands` cover what its fields say.
+    unsafe fn byte_block<const ROWS: usize>(&mut self, operands: &ByteOperands);
 
     /// Computes the first `num_rows` rows, at least one, of 16 rows times a panel, in the way that is fastest for so few where the right operand comes from memory; the other rows of
     /// `out` may be left as they are. With `accumulate` or without, and the same bits.
@@ -166,6 +189,11 @@ unsafe impl TileUnit for NoTiles {
 
     #[inline(always)]
     unsafe fn integer_block(&mut self, _: &IntegerOperands) {
+        match *self {}
+    }
+
+    #[inline(always)]
+    unsafe fn byte_block<const ROWS: usize>(&mut self, _: &ByteOperands) {
         match *self {}
     }
 }
@@ -233,6 +261,32 @@ unsafe impl TileUnit for EmulatedTiles {
             unsafe {
                 let out = out.add((part * TILE_ROWS + row) * columns);
                 out.cast::<[i32; 2 * TILE_ROWS]>().write_unaligned(sums);
+            }
+        }
+    }
+
+    unsafe fn byte_block<const ROWS: usize>(&mut self, operands: &ByteOperands) {
+        let ByteOperands { a, a_stride, b, num_steps, out } = *operands;
+        for row in 0..TILE_ROWS * ROWS {
+            for column in 0..2 * TILE_ROWS {
+                let mut sum = 0_i32;
+                for four in 0..num_steps * TILE_ROWS {
+                    let (step, four) = (four / TILE_ROWS, four % TILE_ROWS);
+                    // SAFETY: a step has a tile on the left for each row of tiles, and two on the right,
+                    // of 16 rows of 64 bytes.
+                    unsafe {
+                        let a = a.add(row / TILE_ROWS * a_stride + step * TILE_BYTES);
+                        let a = a.add(row % TILE_ROWS * ROW_BYTES + 4 * four).cast::<[i8; 4]>();
+                        let b = b.add((step * PANEL_TILES + column / TILE_ROWS) * TILE_BYTES);
+                        let b =
+                            b.add(four * ROW_BYTES + 4 * (column % TILE_ROWS)).cast::<[i8; 4]>();
+                        for (a, b) in a.read_unaligned().into_iter().zip(b.read_unaligned()) {
+                            sum = sum.wrapping_add(i32::from(a) * i32::from(b));
+                        }
+                    }
+                }
+                // SAFETY: there are 16 * ROWS rows of 32 sums.
+                unsafe { out.add(row * 2 * TILE_ROWS + column).write_unaligned(sum) };
             }
         }
     }
@@ -606,6 +660,49 @@ mod tests {
         }
     }
 
+    /// Computes a block of signed bytes of every value, whose rows of tiles are apart.
+    fn bytes<T: TileUnit, const ROWS: usize>(num_steps: usize) -> (Vec<i8>, Vec<i8>, Vec<i32>) {
+        let bytes = |len, seed| -> Vec<i8> {
+            numbers(len, seed, &[]).iter().map(|n| (n >> 3) as i8).collect()
+        };
+        let a_stride = (num_steps + 1) * TILE_BYTES;
+        let a = bytes(ROWS * a_stride, 3);
+        let b = bytes(num_steps * PANEL_TILES * TILE_BYTES, 4);
+        let mut out = vec![0; ROWS * 16 * 32];
+        let (a_start, b_start) = (a.as_ptr(), b.as_ptr());
+        let operands =
+            ByteOperands { a: a_start, a_stride, b: b_start, num_steps, out: out.as_mut_ptr() };
+        // SAFETY: the callers have found the instruction set; the operands are as large as they
+        // say.
+        unsafe { T::ready().unwrap().byte_block::<ROWS>(&operands) };
+        (a, b, out)
+    }
+
+    fn check_bytes<const ROWS: usize>() {
+        for num_steps in [1, 2, 5] {
+            let (a, b, out) = bytes::<EmulatedTiles, ROWS>(num_steps);
+            for (place, &got) in out.iter().enumerate() {
+                let (row, column) = (place / 32, place % 32);
+                let mut sum = 0_i64;
+                for k in 0..num_steps * TILE_BYTES_K {
+                    let (step, k) = (k / TILE_BYTES_K, k % TILE_BYTES_K);
+                    let tile = row / 16 * (num_steps + 1) + step;
+                    let a = a[(tile * 16 + row % 16) * TILE_BYTES_K + k];
+                    let tile = PANEL_TILES * step + column / 16;
+                    let b = b[(tile * 16 + k / 4) * 64 + 4 * (column % 16) + k % 4];
+                    sum += i64::from(a) * i64::from(b);
+                }
+                assert_eq!(i64::from(got), sum, "{ROWS} rows, {num_steps} steps [{row}][{column}]");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_bytes_are_products() {
+        check_bytes::<1>();
+        check_bytes::<2>();
+    }
+
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn the_twin_has_the_bits_of_the_processor() {
@@ -617,6 +714,8 @@ mod tests {
         for (num_steps, b_stride) in [(1, 128), (2, 256), (5, 131)] {
             let (_, _, emulated) = integers::<EmulatedTiles>(num_steps, b_stride);
             assert_eq!(integers::<Amx>(num_steps, b_stride).2, emulated);
+            assert_eq!(bytes::<Amx, 1>(num_steps).2, bytes::<EmulatedTiles, 1>(num_steps).2);
+            assert_eq!(bytes::<Amx, 2>(num_steps).2, bytes::<EmulatedTiles, 2>(num_steps).2);
         }
         check_bits::<1, 1>();
         check_bits::<1, 2>();

@@ -423,6 +423,12 @@ unsafe impl Vector16 for __m512 {
     }
 
     #[inline(always)]
+    unsafe fn load_integers(source: *const i32) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements.
+        unsafe { _mm512_cvtepi32_ps(_mm512_loadu_si512(source.cast())) }
+    }
+
+    #[inline(always)]
     unsafe fn load_parts(upper: *const i32, lower: *const i32, less: i32) -> Self {
         // SAFETY: the caller has AVX-512 F and 16 readable elements in both places.
         unsafe {

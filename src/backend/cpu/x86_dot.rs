@@ -328,6 +328,19 @@ unsafe impl Dots for Bytes256 {
     }
 
     #[inline(always)]
+    unsafe fn add_byte_products(self, codes: Self::Codes, activations: *const u64) -> Self {
+        // SAFETY: the caller has AVX-VNNI and a readable unit.
+        unsafe {
+            let [_, lower] = halves_256(activations);
+            let mut sums = self.0;
+            for (sum, codes) in sums[1].iter_mut().zip(codes) {
+                *sum = _mm256_dpbusd_avx_epi32(*sum, codes, lower);
+            }
+            Bytes256(sums)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn finish(self, zeros: *const u8, total: i32) -> Self::Vector {
         // SAFETY: the caller has AVX2 and 16 readable bytes.
         unsafe {
@@ -345,6 +358,7 @@ unsafe impl Dots for Bytes512 {
     const PAIRS: usize = 2;
     const MAX_ROWS: usize = 3;
     const MAX_NIBBLE_ROWS: usize = 2;
+    const MAX_BYTE_ROWS: usize = 4;
 
     #[inline(always)]
     fn unit(activations: [i16; UNIT]) -> u64 {
@@ -382,6 +396,15 @@ unsafe impl Dots for Bytes512 {
                 _mm512_dpbusd_epi32(self.0[0], codes, upper),
                 _mm512_dpbusd_epi32(self.0[1], codes, lower),
             ])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add_byte_products(self, codes: Self::Codes, activations: *const u64) -> Self {
+        // SAFETY: the caller has AVX-512 VNNI and a readable unit.
+        unsafe {
+            let [_, lower] = halves_512(activations);
+            Bytes512([self.0[0], _mm512_dpbusd_epi32(self.0[1], codes, lower)])
         }
     }
 

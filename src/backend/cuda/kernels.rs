@@ -150,12 +150,18 @@ kernels! {
     "attention/fused" {
         ATTENTION_FUSED_CHUNKED_D128 "xserv_attention_fused_chunked_d128" f16 bf16;
         ATTENTION_FUSED_CHUNKED_D64 "xserv_attention_fused_chunked_d64" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_FP8_D128 "xserv_attention_fused_chunked_fp8_d128" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_FP8_D64 "xserv_attention_fused_chunked_fp8_d64" f16 bf16;
         ATTENTION_FUSED_CLUSTER_D128 "xserv_attention_fused_cluster_d128" f16 bf16;
         ATTENTION_FUSED_CLUSTER_D64 "xserv_attention_fused_cluster_d64" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_FP8_D128 "xserv_attention_fused_cluster_fp8_d128" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_FP8_D64 "xserv_attention_fused_cluster_fp8_d64" f16 bf16;
     }
     "attention/fused_project" {
         ATTENTION_FUSED_PROJECT_2 "xserv_attention_fused_project_2" f16 bf16;
         ATTENTION_FUSED_PROJECT_3 "xserv_attention_fused_project_3" f16 bf16;
+        ATTENTION_FUSED_PROJECT_FP8_2 "xserv_attention_fused_project_fp8_2" f16 bf16;
+        ATTENTION_FUSED_PROJECT_FP8_3 "xserv_attention_fused_project_fp8_3" f16 bf16;
     }
     "attention/naive" {
         ATTENTION_NAIVE_OUTPUT "xserv_attention_naive_output" f32 f16 bf16;
@@ -168,6 +174,11 @@ kernels! {
         ATTENTION_SPLIT_KV_D64 "xserv_attention_split_kv_d64" f32 f16 bf16;
         ATTENTION_SPLIT_KV_D80 "xserv_attention_split_kv_d80" f32 f16 bf16;
         ATTENTION_SPLIT_KV_D96 "xserv_attention_split_kv_d96" f32 f16 bf16;
+        ATTENTION_SPLIT_KV_FP8_D128 "xserv_attention_split_kv_fp8_d128" f32 f16 bf16;
+        ATTENTION_SPLIT_KV_FP8_D256 "xserv_attention_split_kv_fp8_d256" f32 f16 bf16;
+        ATTENTION_SPLIT_KV_FP8_D64 "xserv_attention_split_kv_fp8_d64" f32 f16 bf16;
+        ATTENTION_SPLIT_KV_FP8_D80 "xserv_attention_split_kv_fp8_d80" f32 f16 bf16;
+        ATTENTION_SPLIT_KV_FP8_D96 "xserv_attention_split_kv_fp8_d96" f32 f16 bf16;
     }
     "backend/mark" {
         MARK "xserv_mark";
@@ -269,9 +280,13 @@ kernels! {
     }
     "kv_cache/append" {
         KV_CACHE_APPEND "xserv_kv_cache_append";
+        KV_CACHE_APPEND_FP8 "xserv_kv_cache_append_fp8" f32 f16 bf16;
     }
     "kv_cache/swap" {
         KV_CACHE_SWAP "xserv_kv_cache_swap";
+    }
+    "kv_cache/widen" {
+        KV_CACHE_WIDEN "xserv_kv_cache_widen" f32 f16 bf16;
     }
     "layer_norm/layer_norm" {
         LAYER_NORM_LOOP "xserv_layer_norm_loop" f32 f16 bf16;
@@ -290,11 +305,15 @@ kernels! {
     }
     "linear/fp8_many" {
         LINEAR_FP8_MANY_128X2 "xserv_linear_fp8_many_128x2" f16 bf16;
-        LINEAR_FP8_MANY_192X2 "xserv_linear_fp8_many_192x2" f16 bf16;
         LINEAR_FP8_MANY_32X2 "xserv_linear_fp8_many_32x2" f16 bf16;
         LINEAR_FP8_MANY_32X3 "xserv_linear_fp8_many_32x3" f16 bf16;
         LINEAR_FP8_MANY_64X2 "xserv_linear_fp8_many_64x2" f16 bf16;
         LINEAR_FP8_MANY_64X3 "xserv_linear_fp8_many_64x3" f16 bf16;
+    }
+    "linear/fp8_prefill" {
+        LINEAR_FP8_PREFILL_128X2 "xserv_linear_fp8_prefill_128x2" f16 bf16;
+        LINEAR_FP8_PREFILL_128X3 "xserv_linear_fp8_prefill_128x3" f16 bf16;
+        LINEAR_FP8_PREFILL_192X2 "xserv_linear_fp8_prefill_192x2" f16 bf16;
     }
     "linear/gemv" {
         LINEAR_GEMV_BOUNDED_NORM_1 "xserv_linear_gemv_bounded_norm_1" f16 bf16;
@@ -476,6 +495,10 @@ kernels! {
     "qk_norm_rope_append/qk_norm_rope_append" {
         QK_NORM_ROPE_APPEND_128 "xserv_qk_norm_rope_append_128" f32 f16 bf16;
         QK_NORM_ROPE_APPEND_64 "xserv_qk_norm_rope_append_64" f32 f16 bf16;
+        QK_NORM_ROPE_APPEND_FP8_128 "xserv_qk_norm_rope_append_fp8_128" f32 f16 bf16;
+        QK_NORM_ROPE_APPEND_FP8_64 "xserv_qk_norm_rope_append_fp8_64" f32 f16 bf16;
+        QK_NORM_ROPE_APPEND_FP8_SCALAR "xserv_qk_norm_rope_append_fp8_scalar" f32 f16 bf16;
+        QK_NORM_ROPE_APPEND_FP8_VEC "xserv_qk_norm_rope_append_fp8_vec" f32 f16 bf16;
         QK_NORM_ROPE_APPEND_SCALAR "xserv_qk_norm_rope_append_scalar" f32 f16 bf16;
         QK_NORM_ROPE_APPEND_VEC "xserv_qk_norm_rope_append_vec" f32 f16 bf16;
         QK_ROPE_TABLE "xserv_qk_rope_table" f32 f16 bf16;

@@ -15,7 +15,7 @@ use crate::error::{check_room_for_json, Error, Result};
 use crate::memory::DType;
 use crate::model::folder::shown_name;
 use crate::model::quantised::QuantConfig;
-use crate::ops::kv_cache::layout::KvLayout;
+use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use fields::Fields;
 pub use rope::{ByWavelength, RopeConfig, RopeScaling, YarnConfig};
 
@@ -167,10 +167,11 @@ impl ModelConfig {
         }
     }
 
-    /// Returns the layout of a KV cache of element type `dtype`.
-    pub fn kv_layout(&self, dtype: DType) -> KvLayout {
+    /// Returns the layout of a KV cache that is computed with as `dtype`.
+    pub fn kv_layout(&self, dtype: DType, format: KvFormat) -> KvLayout {
         KvLayout {
             dtype,
+            format,
             num_layers: self.num_layers,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
@@ -178,9 +179,9 @@ impl ModelConfig {
     }
 
     /// Returns the layout of a KV cache on a device, where short heads are followed by zeros.
-    pub(super) fn device_kv_layout(&self, dtype: DType) -> Result<KvLayout> {
+    pub(super) fn device_kv_layout(&self, dtype: DType, format: KvFormat) -> Result<KvLayout> {
         let head_dim = HeadSpacing::new(self.head_dim)?.stride;
-        Ok(KvLayout { head_dim, ..self.kv_layout(dtype) })
+        Ok(KvLayout { head_dim, ..self.kv_layout(dtype, format) })
     }
 
     /// Returns the factor of the attention scores before the softmax, `1 / sqrt(head_dim)`.

@@ -284,7 +284,9 @@ impl DevicePass<'_> {
         let norm = self.norm(&block.attention_norm);
         let layer = layer("qkv_proj", &block.attention.qkv);
         let (how, slots) = self.rotation(block, kv)?;
-        let heads = how.as_ref().filter(|_| !is_fused).map(|how| (how, &slots));
+        // The product that treats its heads itself writes numbers of its own type.
+        let is_dense = kv.k.element() == act.qkv.element();
+        let heads = how.as_ref().filter(|_| !is_fused && is_dense).map(|how| (how, &slots));
         let is_cached =
             self.linear.normed_heads(&mut act.stream, &norm, &layer, heads, &act.qkv)?;
         match &how {

@@ -12,6 +12,7 @@ use crate::model::decoder::block::{Decoder, DecoderPlan};
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::{device as load, Loader};
 use crate::ops::attention::AttentionPlan;
+use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
 use crate::ops::rope::cuda_rounded::rope_tables;
 
@@ -54,6 +55,7 @@ pub(in crate::model) struct DeviceModelLoad<'a> {
     weights: load::WeightsLoad<'a>,
     spacing: HeadSpacing,
     dtype: DType,
+    kv_format: KvFormat,
     is_deterministic: bool,
     products: ProductShapes,
 }
@@ -65,19 +67,36 @@ impl<'a> DeviceModelLoad<'a> {
         plan: &'a DecoderPlan,
         loader: Loader<'a>,
         dtype: DType,
+        kv_format: KvFormat,
         is_deterministic: bool,
     ) -> Result<Self> {
         let spacing = HeadSpacing::new(config.head_dim)?;
         let mut weights = load::WeightsLoad::new(plan, loader, dtype, spacing)?;
         weights.prepare()?;
         let products = ProductShapes::of(plan, spacing)?;
-        Ok(DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products })
+        Ok(DeviceModelLoad {
+            config,
+            weights,
+            spacing,
+            dtype,
+            kv_format,
+            is_deterministic,
+            products,
+        })
     }
 
     /// Reads the weights to the device of `context`, which must serve this model alone. Also
     /// returns the number of bytes that weights and tables take there.
     pub fn finish(self, context: Arc<ComputeContext>) -> Result<(DeviceModel, u64)> {
-        let DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
+        let DeviceModelLoad {
+            config,
+            weights,
+            spacing,
+            dtype,
+            kv_format,
+            is_deterministic,
+            products,
+        } = self;
         let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         // Kernels are loaded while the weights are being transferred.
@@ -86,7 +105,7 @@ impl<'a> DeviceModelLoad<'a> {
                 Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
                 None => None,
             };
-            let sizes = attention_sizes(config, spacing);
+            let sizes = attention_sizes(config, spacing, kv_format);
             let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic)?;
             let sizes = DecoderSizes {
                 hidden_size: config.hidden_size,
@@ -105,6 +124,7 @@ impl<'a> DeviceModelLoad<'a> {
             rope,
             spacing,
             dtype,
+            kv_format,
             attention,
             linear,
             is_deterministic,

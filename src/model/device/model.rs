@@ -13,6 +13,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::block::Decoder;
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::AttentionPlan;
+use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{LinearPlan, Matrix};
 
 /// A model's state on a device.
@@ -26,6 +27,7 @@ pub(in crate::model) struct DeviceModel {
     pub attention: AttentionPlan,
     pub linear: LinearPlan,
     /// See [`crate::model::LoadOptions::deterministic`].
+    pub(super) kv_format: KvFormat,
     pub(super) is_deterministic: bool,
     pub(super) products: ProductShapes,
 }
@@ -52,8 +54,9 @@ impl DeviceModel {
 
     /// Allocates memory for passes within `limits`.
     pub fn workspace(&self, config: &ModelConfig, limits: &PassLimits) -> Result<DeviceWorkspace> {
-        let DeviceModel { products, dtype, spacing, is_deterministic, .. } = self;
-        let scratch = Scratch::of(config, products, *dtype, *spacing, limits, *is_deterministic);
+        let DeviceModel { products, dtype, kv_format, spacing, is_deterministic, .. } = self;
+        let scratch =
+            Scratch::of(config, products, *dtype, *kv_format, *spacing, limits, *is_deterministic);
         DeviceWorkspace::new(&self.context, config, *dtype, *spacing, limits, scratch)
     }
 

@@ -12,17 +12,19 @@ use crate::model::load::device as load;
 use crate::model::load::heads::HeadSpacing;
 use crate::model::memory_needs::MemoryNeeds;
 use crate::model::opened::ModelFolder;
+use crate::ops::kv_cache::layout::KvFormat;
 
 /// The maximum number of bytes lost to rounding: a model has ten allocations, and each is rounded
 /// up to a multiple of 512 bytes.
 const ROUNDING_BYTES: usize = 10 * 512;
 
 impl ModelFolder {
-    /// Returns the memory that the model takes on a CUDA device as `dtype`, for passes within
-    /// `limits`. What does not run there is refused by name.
+    /// Returns the memory that the model takes on a CUDA device as `dtype` with a KV cache
+    /// of this format, for passes within `limits`. What does not run there is refused by name.
     pub fn device_plan(
         &self,
         dtype: DType,
+        kv_format: KvFormat,
         limits: &PassLimits,
         is_deterministic: bool,
     ) -> Result<MemoryNeeds> {
@@ -30,8 +32,9 @@ impl ModelFolder {
         let spacing = HeadSpacing::new(config.head_dim)?;
         let weights = load::device_bytes(self.plan(), dtype, spacing)?;
         let products = ProductShapes::of(self.plan(), spacing)?;
-        let scratch = Scratch::of(config, &products, dtype, spacing, limits, is_deterministic);
-        let layout = config.device_kv_layout(dtype)?;
+        let scratch =
+            Scratch::of(config, &products, dtype, kv_format, spacing, limits, is_deterministic);
+        let layout = config.device_kv_layout(dtype, kv_format)?;
         let workspace = workspace::device_bytes(config, dtype, spacing, limits)?
             .saturating_add(scratch.bytes)
             .saturating_add(CudaContext::COUNTERS_BYTES)

@@ -13,7 +13,7 @@ use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::model::step::MAX_TOP_LOG_PROBS;
 use crate::ops::attention::AttentionSizes;
 use crate::ops::gemm::WeightShape;
-use crate::ops::kv_cache::layout::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::{KvFormat, BLOCK_SIZE};
 use crate::ops::linear::MatrixLayout;
 use crate::ops::quantised::QuantFormat;
 use crate::ops::{attention, linear, top_k};
@@ -87,6 +87,7 @@ impl Scratch {
         config: &ModelConfig,
         products: &ProductShapes,
         dtype: DType,
+        kv_format: KvFormat,
         spacing: HeadSpacing,
         limits: &PassLimits,
         is_deterministic: bool,
@@ -114,7 +115,7 @@ impl Scratch {
             )
         };
         let max_keys = limits.blocks().saturating_mul(BLOCK_SIZE);
-        let sizes = attention_sizes(config, spacing);
+        let sizes = attention_sizes(config, spacing, kv_format);
         let attention =
             attention::scratch_bytes(&sizes, dtype, limits.rows(), max_keys, is_deterministic);
         let rows = limits.num_tokens.clamp(1, MAX_STEP_ROWS);
@@ -125,12 +126,17 @@ impl Scratch {
 }
 
 /// Returns the sizes of a model's attention on a device.
-pub(super) fn attention_sizes(config: &ModelConfig, spacing: HeadSpacing) -> AttentionSizes {
+pub(super) fn attention_sizes(
+    config: &ModelConfig,
+    spacing: HeadSpacing,
+    kv_format: KvFormat,
+) -> AttentionSizes {
     AttentionSizes {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: spacing.head_dim,
         head_stride: spacing.stride,
         has_rope: config.rope.is_some(),
+        kv_format,
     }
 }

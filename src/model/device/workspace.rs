@@ -12,6 +12,7 @@ use crate::memory::{DType, ElementType, SetApart};
 use crate::model::config::ModelConfig;
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::{partial_bytes, partials, DecodeScratch};
+use crate::ops::kv_cache::layout::KvFormat;
 
 /// Memory for passes within limits. The element type is the model's.
 pub(in crate::model) struct DeviceWorkspace {
@@ -82,7 +83,9 @@ fn partials_bytes(
     spacing: HeadSpacing,
     num_tokens: usize,
 ) -> Result<usize> {
-    partial_bytes(&attention_sizes(config, spacing), dtype, num_tokens.min(MAX_STEP_ROWS))
+    // They are of the same size whatever the cache stores.
+    let sizes = attention_sizes(config, spacing, KvFormat::Dense);
+    partial_bytes(&sizes, dtype, num_tokens.min(MAX_STEP_ROWS))
 }
 
 /// Returns the bytes of device memory that a workspace takes, without its scratch.
@@ -127,7 +130,7 @@ impl DeviceWorkspace {
         let (qkv, attn_out) = (next()?, next()?);
         let (gate_up, mlp_act) = (next()?, next()?);
         let (logits, logits_f32) = (next()?, next()?);
-        let sizes = attention_sizes(config, spacing);
+        let sizes = attention_sizes(config, spacing, KvFormat::Dense);
         let attention_partials = partials(context, &sizes, dtype, num_tokens.min(MAX_STEP_ROWS))?;
         if let ContextBackend::Cuda(cuda) = context.backend() {
             // Allocated now, so that no pass allocates more.

@@ -381,7 +381,8 @@ impl<'a> WeightsLoad<'a> {
         let sink = ToDevice { context, arena: whole };
         let done = transfer
             .run(&mut loader, &sink, &mut before)
-            .and_then(|()| read_quantised(&mut loader, &quantised, spacing, dtype, &sink));
+            .and_then(|()| read_quantised(&mut loader, &quantised, spacing, dtype, &sink))
+            .and_then(|()| loader.finish_kept(plan));
         context.synchronize()?;
         done?;
         loader.end()?;

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::files::{WeightFiles, PIECES_PER_REPORT, PIECE_BYTES};
-use super::options::LoadOptions;
+use super::kept::Kept;
+use super::options::{ActivationFormat, LoadOptions};
 use super::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, try_with_capacity, Error, ErrorKind, Result};
@@ -20,7 +21,9 @@ use crate::ops::quantised::{QuantisedMatrix, QuantisedPanels};
 pub(in crate::model) struct Loader<'a> {
     pub(in crate::model) files: WeightFiles<'a>,
     pub(in crate::model) backend: &'a CpuBackend,
+    pub(super) kept: Kept,
     pub(super) dtype: DType,
+    activations: ActivationFormat,
     /// Memory that the weights take.
     pub(super) weights_bytes: u64,
     pub(super) done_bytes: u64,
@@ -42,7 +45,9 @@ impl<'a> Loader<'a> {
         let mut loader = Loader {
             files: WeightFiles::new(folder, checkpoint, options.map_files),
             backend,
+            kept: Kept::No,
             dtype,
+            activations: options.activations,
             weights_bytes: 0,
             done_bytes: 0,
             total_bytes,
@@ -162,8 +167,9 @@ impl<'a> Loader<'a> {
     }
 
     /// Packs a matrix for the CPU.
-    pub(super) fn pack_quantised(&mut self, matrix: &QuantisedMatrix) -> Result<HostMatrix> {
-        let packed = QuantisedPanels::pack(self.backend, matrix)?;
+    pub(super) fn pack_quantised(&mut self, mut matrix: QuantisedMatrix) -> Result<HostMatrix> {
+        matrix.format = self.activations.of(matrix.format);
+        let packed = QuantisedPanels::pack(self.backend, &matrix)?;
         self.weights_bytes += packed.size_bytes() as u64;
         Ok(HostMatrix::Quantised(packed))
     }
@@ -236,7 +242,7 @@ impl WeightReader for Loader<'_> {
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<HostMatrix> {
         if let Some(format) = plan.quantised {
             let matrix = self.quantised(plan, format)?;
-            return self.pack_quantised(&matrix);
+            return self.pack_quantised(matrix);
         }
         let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, self.dtype)?;
         let writer = matrix.writer()?;

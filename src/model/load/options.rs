@@ -1,13 +1,18 @@
 //! The options for loading a model.
 
+use std::path::PathBuf;
+
 use crate::error::{Error, Result};
 use crate::memory::DType;
+use crate::ops::kv_cache::layout::KvFormat;
+use crate::ops::linear::cpu::WeightForm;
 use crate::ops::quantised::{quantised_format, Code, QuantFormat};
 
 /// The options for loading a model.
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
-    /// Element type of the weights and the KV cache; `None` takes the one that is stored.
+    /// Element type of the weights, and of the KV cache if that has no other format; `None` takes the
+    /// one that is stored.
     pub dtype: Option<DType>,
     /// Read through a mapping of the files instead of `pread`. A file that another process cuts
     /// short meanwhile then kills this process.
@@ -16,6 +21,40 @@ pub struct LoadOptions {
     /// prompt is cut, and whether it is computed for the first time or again. On the CPU that is
     /// always so.
     pub deterministic: bool,
+    /// What the KV cache stores.
+    pub kv_format: KvFormat,
+    /// What products with weights of integers take their activations as, on the CPU.
+    pub activations: ActivationFormat,
+    /// The file in which matrices that are quantised at load are kept: read if it is there, else made.
+    pub kept_weights: Option<PathBuf>,
+}
+
+/// What products with weights of integers take their activations as on the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationFormat {
+    /// As integers of 16 bits, with a scale for each group of inputs.
+    #[default]
+    AsComputed,
+    /// As integers of 8 bits, with a scale for each group of inputs.
+    Int8,
+}
+
+impl ActivationFormat {
+    /// Returns the format of a matrix whose products take their activations so.
+    pub(in crate::model) fn of(self, format: QuantFormat) -> QuantFormat {
+        let has_bytes = self == ActivationFormat::Int8 && !format.code.is_float();
+        QuantFormat { quantises_inputs: format.quantises_inputs || has_bytes, ..format }
+    }
+
+    /// The same of the form of a matrix.
+    pub(in crate::model) fn of_form(self, form: WeightForm) -> WeightForm {
+        match form {
+            WeightForm::Dense => form,
+            WeightForm::Quantised { format, is_ordered } => {
+                WeightForm::Quantised { format: self.of(format), is_ordered }
+            }
+        }
+    }
 }
 
 /// The storage of the matrices of the layers, or of the embedding and the output matrix. Norms and

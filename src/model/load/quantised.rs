@@ -1,9 +1,12 @@
 //! Quantised matrices on the host, as they are read or quantised, before they take the layout of kernels.
 //! One matrix is there at a time.
 
+use std::marker::PhantomData;
+
 use super::device_quantised::PartRows;
 use super::files::{WeightFiles, PIECE_BYTES};
 use super::geometry::convert_run;
+use super::kept::{Kept, PieceSums};
 use super::loader::{piece_rows, Loader};
 use super::weights::{MatrixPart, MatrixPlan, PartSource};
 use crate::backend::cpu::SendPointer;
@@ -16,7 +19,8 @@ use crate::ops::linear::MatrixLayout;
 use crate::ops::quantised::{quantise_row, QuantFormat, QuantisedMatrix, RowOut};
 
 /// The rows of a matrix that several threads fill, each its own.
-struct Rows {
+pub(super) struct Rows<'m> {
+    matrix: PhantomData<&'m mut QuantisedMatrix>,
     format: QuantFormat,
     num_rows: usize,
     row_bytes: usize,
@@ -26,9 +30,10 @@ struct Rows {
     zeros: Option<SendPointer<u8>>,
 }
 
-impl Rows {
-    fn of(matrix: &mut QuantisedMatrix) -> Self {
+impl<'m> Rows<'m> {
+    fn of(matrix: &'m mut QuantisedMatrix) -> Self {
         Rows {
+            matrix: PhantomData,
             format: matrix.format,
             num_rows: matrix.out_features,
             row_bytes: matrix.format.code.row_bytes(matrix.in_features),
@@ -43,10 +48,15 @@ impl Rows {
         }
     }
 
+    /// Returns the bytes of the codes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
     /// Gives out rows `first..last`, which are cut to those that there are.
     ///
     /// # Safety
-    /// The matrix that this was made of outlives the slices, and no row is in two of them.
+    /// No row is in two of the slices.
     unsafe fn get(&self, first: usize, last: usize) -> RowOut<'_> {
         let last = last.min(self.num_rows);
         let first = first.min(last);
@@ -83,8 +93,8 @@ impl Loader<'_> {
         let mut first = 0;
         let mut order: Option<Vec<u32>> = None;
         for part in &plan.parts {
-            match (&part.source, plan.layout) {
-                (PartSource::Quantised(module), _) => {
+            match &part.source {
+                PartSource::Quantised(module) => {
                     let found = self.decode_rows(module, first, &rows)?;
                     match &order {
                         None => order = Some(found),
@@ -98,25 +108,65 @@ impl Loader<'_> {
                         }
                     }
                 }
-                (PartSource::Dense(tensor), MatrixLayout::Rows) => {
-                    self.files.open(tensor)?;
-                    self.quantise_rows(tensor, part.out_features, plan.in_features, first, &rows)?;
-                }
-                (PartSource::Dense(tensor), MatrixLayout::Columns) => {
-                    self.files.open(tensor)?;
-                    self.quantise_columns(
-                        tensor,
-                        part.out_features,
-                        plan.in_features,
-                        first,
-                        &rows,
-                    )?;
+                PartSource::Dense(tensor) => {
+                    self.dense_part(tensor, plan, part.out_features, first, &rows)?;
                 }
             }
             first += part.out_features;
         }
         matrix.order = order.unwrap_or_default();
         Ok(matrix)
+    }
+
+    /// Quantises a part that is stored dense to the rows from `first_row` on, unless the result is kept.
+    fn dense_part(
+        &mut self,
+        tensor: &Tensor,
+        plan: &MatrixPlan,
+        num_rows: usize,
+        first_row: usize,
+        target: &Rows<'_>,
+    ) -> Result<()> {
+        let kept = self.kept.clone();
+        if let Kept::Read(kept) = &kept {
+            return self.read_kept(kept, tensor, num_rows, first_row, target);
+        }
+        self.files.open(tensor)?;
+        let is_kept = matches!(kept, Kept::Write(_));
+        let in_features = plan.in_features;
+        let read = match plan.layout {
+            MatrixLayout::Rows => {
+                self.quantise_rows(tensor, num_rows, in_features, first_row, target, is_kept)?
+            }
+            MatrixLayout::Columns => {
+                self.quantise_columns(tensor, num_rows, in_features, first_row, target, is_kept)?
+            }
+        };
+        match (&kept, read) {
+            (Kept::Write(kept), Some(read)) => {
+                self.write_kept(kept, tensor, num_rows, first_row, target, &read)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Calls `task` with all rows from `first_row` on of a part of `num_rows`, `rows_at_once` at a time, on all
+    /// threads, and with the position of the first of them in the part. Reports progress of `bytes_each` for
+    /// each row.
+    pub(super) fn in_rows(
+        &mut self,
+        num_rows: usize,
+        rows_at_once: usize,
+        bytes_each: usize,
+        first_row: usize,
+        target: &Rows<'_>,
+        task: &(dyn Fn(&WeightFiles<'_>, usize, RowOut<'_>) -> Result<()> + Sync),
+    ) -> Result<()> {
+        self.in_pieces(num_rows, rows_at_once, bytes_each, &|files, first, last| {
+            // SAFETY: pieces have rows of their own.
+            let rows = unsafe { target.get(first_row + first, first_row + last) };
+            task(files, first, rows)
+        })
     }
 
     /// Reads a part that is stored quantised.
@@ -135,7 +185,7 @@ impl Loader<'_> {
             PartSource::Dense(tensor) => {
                 self.files.open(tensor)?;
                 let len = part.out_features * in_features * tensor.dtype.size_bytes();
-                let numbers = floats(&self.files, tensor, 0, len)?;
+                let numbers = floats(&self.files, tensor, 0, len, None)?;
                 self.advance(len)?;
                 Ok(PartRows::Numbers { numbers, in_features })
             }
@@ -148,7 +198,7 @@ impl Loader<'_> {
         &mut self,
         module: &QuantModule,
         first_row: usize,
-        target: &Rows,
+        target: &Rows<'_>,
     ) -> Result<Vec<u32>> {
         let mut tensors = try_with_capacity(8, "the tensors of a weight")?;
         for tensor in module.tensors() {
@@ -166,7 +216,7 @@ impl Loader<'_> {
         let rows = share.next_multiple_of(ROWS_AT_ONCE).max(ROWS_AT_ONCE);
         let has_zeros = module.format.has_zeros;
         self.in_pieces(num_rows, rows, 0, &|_, first, last| {
-            // SAFETY: the matrix outlives this call, and pieces have rows of their own.
+            // SAFETY: pieces have rows of their own.
             let out = unsafe { target.get(first_row + first, first_row + last) };
             // Zeros of a matrix of which another part has them.
             out.zeros.fill(module.format.code.middle());
@@ -192,44 +242,52 @@ impl Loader<'_> {
         Ok(bytes)
     }
 
-    /// Quantises a part stored `[out_features, in_features]` to the rows from `first_row` on.
+    /// Quantises a part stored `[out_features, in_features]` to the rows from `first_row` on. Returns the
+    /// checksum of what was read if it is `wanted`.
     fn quantise_rows(
         &mut self,
         tensor: &Tensor,
         num_rows: usize,
         in_features: usize,
         first_row: usize,
-        target: &Rows,
-    ) -> Result<()> {
+        target: &Rows<'_>,
+        wanted: bool,
+    ) -> Result<Option<PieceSums>> {
         let row_bytes = in_features * tensor.dtype.size_bytes();
         // Not more than a thread's share of a matrix.
         let share = num_rows.div_ceil(self.backend.num_threads());
         let rows = piece_rows(MatrixLayout::Rows, row_bytes).min(share).max(1);
+        let sums = || PieceSums::new(num_rows * row_bytes, rows * row_bytes);
+        let sums = wanted.then(sums).transpose()?;
         let backend = self.backend;
         self.in_pieces(num_rows, rows, row_bytes, &|files, first, last| {
             let (begin, len) = (first * row_bytes, (last - first) * row_bytes);
-            let numbers = floats(files, tensor, begin, len)?;
+            let numbers = floats(files, tensor, begin, len, sums.as_ref())?;
             for (row, numbers) in (first_row + first..).zip(numbers.chunks_exact(in_features)) {
-                // SAFETY: the matrix outlives this call, and pieces have rows of their own.
+                // SAFETY: pieces have rows of their own.
                 let out = unsafe { target.get(row, row + 1) };
                 quantise_row(backend, numbers, &target.format, out)
                     .context(|| format!("tensor {}, row {}", tensor.name, row - first_row))?;
             }
             Ok(())
-        })
+        })?;
+        Ok(sums)
     }
 
-    /// Quantises a part stored `[in_features, out_features]`.
+    /// The same of a part stored `[in_features, out_features]`.
     fn quantise_columns(
         &mut self,
         tensor: &Tensor,
         out_features: usize,
         in_features: usize,
         first_row: usize,
-        target: &Rows,
-    ) -> Result<()> {
+        target: &Rows<'_>,
+        wanted: bool,
+    ) -> Result<Option<PieceSums>> {
         let row_bytes = out_features * tensor.dtype.size_bytes();
-        let numbers = floats(&self.files, tensor, 0, in_features * row_bytes)?;
+        let len = in_features * row_bytes;
+        let sums = wanted.then(|| PieceSums::new(len, len)).transpose()?;
+        let numbers = floats(&self.files, tensor, 0, len, sums.as_ref())?;
         let backend = self.backend;
         let what = "a row of a weight";
         self.in_pieces(
@@ -241,14 +299,15 @@ impl Loader<'_> {
                 for column in first..last {
                     let stored = numbers.iter().skip(column).step_by(out_features);
                     row.iter_mut().zip(stored).for_each(|(to, &from)| *to = from);
-                    // SAFETY: the matrix outlives this call, and pieces have rows of their own.
+                    // SAFETY: pieces have rows of their own.
                     let out = unsafe { target.get(first_row + column, first_row + column + 1) };
                     quantise_row(backend, &row, &target.format, out)
                         .context(|| format!("tensor {}, column {column}", tensor.name))?;
                 }
                 Ok(())
             },
-        )
+        )?;
+        Ok(sums)
     }
 
     /// Makes up a matrix: codes that are random, and one scale that keeps the magnitude of activations.
@@ -279,8 +338,14 @@ impl Loader<'_> {
     }
 }
 
-/// Reads bytes of a part as f32.
-fn floats(files: &WeightFiles<'_>, tensor: &Tensor, begin: usize, len: usize) -> Result<Vec<f32>> {
+/// Reads bytes of a part as f32, and fills in their checksum if it is wanted.
+fn floats(
+    files: &WeightFiles<'_>,
+    tensor: &Tensor,
+    begin: usize,
+    len: usize,
+    sums: Option<&PieceSums>,
+) -> Result<Vec<f32>> {
     let num = len / tensor.dtype.size_bytes();
     let mut numbers = try_filled(num, 0.0_f32, "numbers to quantise")?;
     // SAFETY: f32 are bytes, any of which make an f32.
@@ -288,6 +353,9 @@ fn floats(files: &WeightFiles<'_>, tensor: &Tensor, begin: usize, len: usize) ->
         std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast::<u8>(), num * size_of::<f32>())
     };
     files.with_bytes(tensor, begin, len, |stored| {
+        if let Some(sums) = sums {
+            sums.set(begin, stored);
+        }
         convert_run(stored, tensor.dtype, bytes, DType::F32);
         Ok(())
     })?;

@@ -79,7 +79,7 @@ impl WeightReader for RandomWeights<'_, '_> {
         let noise = self.noise.matrix(plan);
         if let Some(format) = plan.quantised {
             let matrix = self.loader.random_quantised(plan, format, noise.seed)?;
-            return self.loader.pack_quantised(&matrix);
+            return self.loader.pack_quantised(matrix);
         }
         let dtype = self.loader.dtype;
         let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, dtype)?;

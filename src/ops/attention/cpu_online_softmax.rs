@@ -25,6 +25,9 @@ pub(crate) struct Memory {
     /// The keys and values of a block as f32.
     pub keys: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
     pub values: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
+    /// The keys and values of a block of 8-bit floats as bf16.
+    pub bf16_keys: [u16; MAX_HEAD_DIM * BLOCK_SIZE],
+    pub bf16_values: [u16; MAX_HEAD_DIM * BLOCK_SIZE],
     scores: [f32; MAX_ROWS * BLOCK_SIZE],
     weights: [f32; MAX_ROWS * BLOCK_SIZE],
     /// The last, half-filled pair of value rows.

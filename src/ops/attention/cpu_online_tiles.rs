@@ -8,7 +8,8 @@
 use crate::backend::cpu::math::sum_lanes;
 use crate::backend::cpu::simd::{Simd, Vector16};
 use crate::backend::cpu::tiles::{TileOperands, TileUnit, TILE_K, TILE_LEN, TILE_ROWS};
-use crate::ops::attention::cpu_online_softmax::{Memory, TILE_ROWS as MAX_ROWS};
+use crate::ops::attention::cpu_online_softmax::TILE_ROWS as MAX_ROWS;
+use crate::ops::attention::cpu_widen::widen_fp8_to_bf16;
 use crate::ops::kv_cache::layout::{KvLayout, BLOCK_SIZE, MAX_HEAD_DIM};
 
 /// The number of blocks of keys of a stretch.
@@ -32,6 +33,9 @@ pub(super) struct TileMemory {
     weights: [u16; PAIR_ROWS * STRETCH],
     /// The last step of a key panel whose head_dim is no multiple of 32, filled up with zeros.
     last_keys: [u16; KEY_STEP],
+    /// Keys and values of a stretch of 8-bit floats as bf16.
+    bf16_keys: [[u16; BLOCK_SIZE * MAX_HEAD_DIM]; STRETCH_BLOCKS],
+    bf16_values: [[u16; BLOCK_SIZE * MAX_HEAD_DIM]; STRETCH_BLOCKS],
     /// The value panel of the last block, without what lies after the last key.
     last_values: [u16; BLOCK_SIZE * MAX_HEAD_DIM],
     row_max: [f32; MAX_ROWS],
@@ -41,14 +45,16 @@ pub(super) struct TileMemory {
     visible: [usize; MAX_ROWS],
 }
 
-// Both kinds of memory share a buffer, and a block of keys is one step of the product with values.
+// A block of keys is one step of the product with values.
 const _: () = assert!(
-    size_of::<TileMemory>() <= size_of::<Memory>()
-        && align_of::<TileMemory>() <= align_of::<Memory>()
-        && MAX_ROWS.is_multiple_of(PAIR_ROWS)
-        && BLOCK_SIZE == TILE_K
-        && BLOCK_SIZE == 2 * TILE_ROWS
+    MAX_ROWS.is_multiple_of(PAIR_ROWS) && BLOCK_SIZE == TILE_K && BLOCK_SIZE == 2 * TILE_ROWS
 );
+
+/// The keys and the values of a block as they are stored.
+pub(super) enum Panels<'a> {
+    Bf16((&'a [u16], &'a [u16])),
+    Fp8((&'a [u8], &'a [u8])),
+}
 
 /// The rows of a tile of queries on their way over the keys.
 pub(super) struct OnlineTiles<'a> {
@@ -115,13 +121,13 @@ impl<'a> OnlineTiles<'a> {
     /// keys from `context_len` on do not belong to this sequence.
     ///
     /// # Safety
-    /// The unit is that of the instruction set, and the panels are bf16 of the layout of `new`.
+    /// The unit is that of the instruction set, and the panels are of the layout of `new`.
     #[inline(always)]
     pub unsafe fn attend<'p, S: Simd>(
         &mut self,
         unit: &mut S::Tiles,
         context_len: usize,
-        panels: impl Fn(usize) -> (&'p [u16], &'p [u16]),
+        panels: impl Fn(usize) -> Panels<'p>,
     ) {
         let most_visible = self.memory.visible[self.num_rows - 1];
         for first_key in (0..most_visible).step_by(STRETCH) {
@@ -131,13 +137,26 @@ impl<'a> OnlineTiles<'a> {
             let mut keys = [std::ptr::null::<u16>(); STRETCH_BLOCKS];
             let mut values = keys;
             for block in 0..num_blocks {
-                let (key_panel, value_panel) = panels(first_block + block);
+                let (key_panel, value_panel) = match panels(first_block + block) {
+                    Panels::Bf16(panels) => panels,
+                    Panels::Fp8((key_panel, value_panel)) => {
+                        let wide_keys = &mut self.memory.bf16_keys[block];
+                        let wide_values = &mut self.memory.bf16_values[block];
+                        // SAFETY: the instruction set is that of the caller.
+                        unsafe {
+                            widen_fp8_to_bf16::<S>(key_panel, wide_keys);
+                            widen_fp8_to_bf16::<S>(value_panel, wide_values);
+                        }
+                        (&wide_keys[..], &wide_values[..])
+                    }
+                };
                 keys[block] = key_panel.as_ptr();
                 let block_key = first_key + block * BLOCK_SIZE;
                 values[block] = if block_key + BLOCK_SIZE <= context_len {
                     value_panel.as_ptr()
                 } else {
-                    self.keep_values(value_panel, context_len - block_key)
+                    let to = &mut self.memory.last_values[..BLOCK_SIZE * self.value_columns];
+                    keep_values(to, self.value_columns, value_panel, context_len - block_key)
                 };
             }
             // Rows whose token lies before the stretch see nothing of it.
@@ -155,23 +174,6 @@ impl<'a> OnlineTiles<'a> {
                 }
             }
         }
-    }
-
-    /// Copies the values of the first `num_keys` keys of a block and fills up with zeros: a weight
-    /// of zero times what a former owner of the block left there would be NaN if that was not
-    /// finite.
-    #[inline(always)]
-    fn keep_values(&mut self, values: &[u16], num_keys: usize) -> *const u16 {
-        let pair_len = 2 * self.value_columns;
-        let to = &mut self.memory.last_values[..BLOCK_SIZE * self.value_columns];
-        let whole = num_keys / 2 * pair_len;
-        to[..whole].copy_from_slice(&values[..whole]);
-        to[whole..].fill(0);
-        if num_keys % 2 == 1 {
-            let pair = to[whole..][..pair_len].chunks_exact_mut(2);
-            pair.zip(values[whole..].chunks_exact(2)).for_each(|(to, from)| to[0] = from[0]);
-        }
-        to.as_ptr()
     }
 
     /// Computes the scores of up to 32 rows from `first` on, [32][128].
@@ -334,6 +336,26 @@ impl<'a> OnlineTiles<'a> {
             }
         }
     }
+}
+
+/// Copies the values of the first `num_keys` keys of a block and fills up with zeros: a weight of
+/// zero times what a former owner of the block left there would be NaN if that was not finite.
+#[inline(always)]
+fn keep_values(
+    to: &mut [u16],
+    value_columns: usize,
+    values: &[u16],
+    num_keys: usize,
+) -> *const u16 {
+    let pair_len = 2 * value_columns;
+    let whole = num_keys / 2 * pair_len;
+    to[..whole].copy_from_slice(&values[..whole]);
+    to[whole..].fill(0);
+    if num_keys % 2 == 1 {
+        let pair = to[whole..][..pair_len].chunks_exact_mut(2);
+        pair.zip(values[whole..].chunks_exact(2)).for_each(|(to, from)| to[0] = from[0]);
+    }
+    to.as_ptr()
 }
 
 /// Multiplies one tile of rows, or two, by the two tiles of columns of a block of keys.

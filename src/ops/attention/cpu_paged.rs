@@ -11,8 +11,9 @@
 //!
 //! Blocks begin at absolute positions and a row goes through the same steps whatever rows are
 //! beside it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on
-//! threads. With a bf16 cache q and p are rounded to bf16 for the two products; sums are always
-//! f32.
+//! threads. Where keys and values are computed with as bf16, q and p are rounded to bf16 for the two
+//! products; sums are always f32. A block of a cache of 8-bit floats is widened, exactly, for each
+//! tile of rows that goes over it.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
@@ -21,13 +22,23 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
 use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, TILE_ROWS};
-use crate::ops::attention::cpu_online_tiles::{OnlineTiles, TileMemory};
+use crate::ops::attention::cpu_online_tiles::{OnlineTiles, Panels, TileMemory};
+use crate::ops::attention::cpu_widen::{widen_fp8_to_bf16, widen_fp8_to_f32, widen_panel};
 use crate::ops::common::panel_product::grow;
-use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
+use crate::ops::kv_cache::layout::{KvBlocks, KvFormat, BLOCK_SIZE};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// From this many rows on, 16-bit blocks are widened to f32 once per tile.
 const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
+/// The bytes of the working memory of a thread, of whichever kind.
+const LANE_BYTES: usize = {
+    let (tiles, rows) = (size_of::<TileMemory>(), size_of::<Memory>());
+    if tiles > rows {
+        tiles
+    } else {
+        rows
+    }
+};
 /// Calls with fewer blocks of work than this stay on the calling thread.
 const PARALLEL_BLOCKS: usize = 12;
 
@@ -65,7 +76,7 @@ impl AttentionScratch {
 
     /// Returns the most bytes held with `num_threads` threads, except for a few words per sequence.
     pub fn bytes_for(num_threads: usize) -> usize {
-        num_threads.saturating_mul(size_of::<Memory>())
+        num_threads.saturating_mul(LANE_BYTES)
     }
 }
 
@@ -110,8 +121,8 @@ pub fn attention(
         0..PARALLEL_BLOCKS => 1,
         _ => backend.num_threads().min(num_tasks),
     };
-    grow::<u8>(lanes, num_lanes * size_of::<Memory>(), "attention scratch")?;
-    let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr().cast::<Memory>());
+    grow::<u8>(lanes, num_lanes * LANE_BYTES, "attention scratch")?;
+    let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr());
     let out_pointer = SendPointer(out.as_mut_ptr());
     let next_task = AtomicUsize::new(0);
     let work = Work {
@@ -128,17 +139,18 @@ pub fn attention(
     };
     let in_tiles = layout.dtype == DType::BF16 && backend.has_tiles();
     backend.parallel_for(num_lanes, &|lane| {
-        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned; lane numbers are given out once.
-        let memory = unsafe { memory.get().add(lane) };
+        // SAFETY: `lanes` has room for num_lanes of either kind of memory, 64-byte aligned; lane
+        // numbers are given out once.
+        let memory = unsafe { memory.get().add(lane * LANE_BYTES) };
         if in_tiles {
-            // SAFETY: a TileMemory is no larger and no more aligned, and any bits are numbers; this
-            // is the only reference.
+            // SAFETY: the memory is zeroed at first, and any bits are numbers; this is the only
+            // reference.
             let memory = unsafe { &mut *memory.cast::<TileMemory>() };
             backend.run(TileLane { work: &work, tiles: OnlineTiles::new(memory, layout, scale) });
         } else {
             // SAFETY: the memory is zeroed at first, and any bits are floats; this is the only
             // reference.
-            let memory = unsafe { &mut *memory };
+            let memory = unsafe { &mut *memory.cast::<Memory>() };
             backend.run(Lane { work: &work, online: Online::new(memory, layout.head_dim, scale) });
         }
     })
@@ -337,25 +349,53 @@ impl Lane<'_, '_> {
         }
         self.online.start(tile.num_rows);
 
+        let is_fp8 = self.work.cache.layout().format == KvFormat::Fp8;
         let widen =
             E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
         for block in 0..self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
-            let (keys, values) =
-                self.work.cache.panels::<E::Weight>(tile.block_table[block] as usize, tile.kv_head);
+            let block_id = tile.block_table[block] as usize;
             let first_key = block * BLOCK_SIZE;
+            let wide_keys = self.online.memory.keys.as_mut_ptr();
+            let wide_values = self.online.memory.values.as_mut_ptr();
+            // Panels of 8-bit floats become panels of bf16 pairs where those are multiplied, and of
+            // f32 otherwise.
+            if is_fp8 && E::K_STEP == 1 {
+                let (keys, values) = self.work.cache.panels::<u8>(block_id, tile.kv_head);
+                // SAFETY: `memory` has room for the panels of the longest heads; the instruction set
+                // is there.
+                unsafe {
+                    widen_fp8_to_f32::<S>(keys, wide_keys);
+                    widen_fp8_to_f32::<S>(values, wide_values);
+                    let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
+                    let values = (wide_values.cast_const(), value_columns);
+                    self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
+                }
+                continue;
+            }
+            let (keys, values): (*const E::Weight, *const E::Weight) = if is_fp8 {
+                let (keys, values) = self.work.cache.panels::<u8>(block_id, tile.kv_head);
+                let memory = &mut *self.online.memory;
+                // SAFETY: as above.
+                unsafe {
+                    widen_fp8_to_bf16::<S>(keys, &mut memory.bf16_keys);
+                    widen_fp8_to_bf16::<S>(values, &mut memory.bf16_values);
+                }
+                (memory.bf16_keys.as_ptr().cast(), memory.bf16_values.as_ptr().cast())
+            } else {
+                let (keys, values) = self.work.cache.panels::<E::Weight>(block_id, tile.kv_head);
+                (keys.as_ptr(), values.as_ptr())
+            };
             // SAFETY: panels are those of `E` (or widened from them); `memory` has room for both.
             unsafe {
                 if widen {
-                    let wide_keys = self.online.memory.keys.as_mut_ptr();
-                    let wide_values = self.online.memory.values.as_mut_ptr();
-                    widen_panel::<E>(keys, BLOCK_SIZE, wide_keys);
-                    widen_panel::<E>(values, value_columns, wide_values);
+                    widen_panel::<E>(keys, head_dim, BLOCK_SIZE, wide_keys);
+                    widen_panel::<E>(values, BLOCK_SIZE, value_columns, wide_values);
                     let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
                     let values = (wide_values.cast_const(), value_columns);
                     self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 } else {
-                    let keys = KeyPanel::<E>(keys.as_ptr());
-                    let values = (values.as_ptr(), value_columns * E::K_STEP);
+                    let keys = KeyPanel::<E>(keys);
+                    let values = (values, value_columns * E::K_STEP);
                     self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 }
             }
@@ -387,31 +427,18 @@ impl Kernel for TileLane<'_, '_> {
                 self.tiles.set_query::<S>(row, query, visible);
             }
             self.tiles.start(tile.num_rows);
+            let cache = self.work.cache;
             let panels = |block: usize| {
-                self.work.cache.panels::<u16>(tile.block_table[block] as usize, tile.kv_head)
+                let block = tile.block_table[block] as usize;
+                match cache.layout().format {
+                    KvFormat::Dense => Panels::Bf16(cache.panels(block, tile.kv_head)),
+                    KvFormat::Fp8 => Panels::Fp8(cache.panels(block, tile.kv_head)),
+                }
             };
-            // SAFETY: the unit is ready; the panels are bf16 of the layout that `tiles` has.
+            // SAFETY: the unit is ready; the panels are of the layout that `tiles` has.
             unsafe { self.tiles.attend::<S>(&mut unit, tile.context_len, panels) };
             for row in 0..tile.num_rows {
                 self.work.finish(tile, row, self.tiles.finished(row));
-            }
-        }
-    }
-}
-
-/// Converts a 16-bit panel of `columns` columns to f32, [k][columns].
-///
-/// # Safety
-/// `wide` has room for as many elements as `panel` has; `E` has f32 math.
-#[inline(always)]
-unsafe fn widen_panel<E: Element>(panel: &[E::Weight], columns: usize, wide: *mut f32) {
-    let step = columns * E::K_STEP;
-    for (index, step) in panel.chunks_exact(step).enumerate() {
-        for (group, weights) in step.chunks_exact(16 * E::K_STEP).enumerate() {
-            // SAFETY: 16 * K_STEP weights, to rows `columns` apart inside the wide panel.
-            unsafe {
-                let to = wide.add(index * step.len() + 16 * group);
-                E::widen(weights.as_ptr(), to, columns);
             }
         }
     }

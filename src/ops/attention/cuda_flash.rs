@@ -17,12 +17,12 @@ struct FlashKernel {
     shared_bytes: u32,
 }
 
-/// Returns the bytes from row to row of a tile, as in `TileRows` of
+/// Returns the bytes from row to row of a tile of `row_bytes` bytes a row, as in `TileRows` of
 /// `csrc/ops/attention/attention.cuh`.
-pub(super) fn tile_stride(head_dim: i64) -> i64 {
-    match head_dim % 64 {
-        0 => head_dim * 2,
-        _ => ((head_dim / 8) | 1) * 16,
+pub(super) fn tile_stride(row_bytes: i64) -> i64 {
+    match row_bytes % 128 {
+        0 => row_bytes,
+        _ => ((row_bytes / 16) | 1) * 16,
     }
 }
 
@@ -58,7 +58,7 @@ fn kernel(
     let queries = if halves { 64 } else { 128 };
     let keys = if head_dim == 256 { 32 } else { 64 };
     // The memory holds the queries, and two stages of keys and values.
-    let shared = (queries + 2 * 2 * keys) * tile_stride(head_dim);
+    let shared = (queries + 2 * 2 * keys) * tile_stride(2 * head_dim);
     Some(FlashKernel { kernel, queries, shared_bytes: shared as u32 })
 }
 

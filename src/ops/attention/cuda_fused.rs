@@ -150,6 +150,7 @@ impl Division {
     fn choose(num_seqs: i64, units: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
         match num_seqs {
             ..=1 if max_kv_len > 2048 && heads_per_kv <= 2 => Division::Cluster(16),
+            2 if max_kv_len > LONGEST_ALONE => Division::Cluster(16),
             ..=2 => Division::Cluster(8),
             3..=4 if max_kv_len > LONGEST_ALONE => Division::among_blocks(num_seqs * units),
             3..=4 => Division::Cluster(4),
@@ -178,11 +179,14 @@ impl Division {
 }
 
 /// The dynamic shared memory of the kernels by form and head_dim, in bytes; they check it. The
-/// first form needs the most.
+/// first form needs the most. With twice as many tiles of half the size in flight, a cache of 8-bit
+/// floats needs as much, but for the padding of rows of 64.
 const SHARED_BYTES: u32 = 107_952;
 const CLUSTER_D64_BYTES: u32 = 54_448;
+const CLUSTER_FP8_D64_BYTES: u32 = 66_736;
 const CHUNKED_D128_BYTES: u32 = 68_272;
 const CHUNKED_D64_BYTES: u32 = 34_224;
+const CHUNKED_FP8_D64_BYTES: u32 = 42_416;
 
 /// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
 #[cfg(test)]
@@ -192,6 +196,10 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
         ("chunked_d128", CHUNKED_D128_BYTES),
         ("cluster_d64", CLUSTER_D64_BYTES),
         ("cluster_d128", SHARED_BYTES),
+        ("chunked_fp8_d64", CHUNKED_FP8_D64_BYTES),
+        ("chunked_fp8_d128", CHUNKED_D128_BYTES),
+        ("cluster_fp8_d64", CLUSTER_FP8_D64_BYTES),
+        ("cluster_fp8_d128", SHARED_BYTES),
     ]
     .map(|(name, bytes)| (format!("attention_fused_{name}"), bytes))
     .into()
@@ -219,6 +227,8 @@ pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
 /// The sizes of the attention of a decoding step.
 pub(super) struct Sizes {
     pub dtype: DType,
+    /// Whether the cache stores floats of 8 bits.
+    pub is_fp8: bool,
     pub num_seqs: i64,
     pub num_heads: i64,
     pub num_kv_heads: i64,
@@ -250,8 +260,7 @@ pub(super) fn arguments(
     let norms = how.check(element, num_seqs, head_dim)?;
     check("slots", kv.slots, ElementType::I32, &[num_seqs])?;
     let cache_shape = [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim];
-    check("the key cache", kv.k, element, &cache_shape)?;
-    check("the value cache", kv.v, element, &cache_shape)?;
+    let is_fp8 = kv.is_fp8(element, &cache_shape)?;
     check("block_tables", sequences.block_tables, ElementType::I32, &[num_seqs, blocks_per_seq])?;
     check("context_lens", sequences.context_lens, ElementType::I32, &[num_seqs])?;
     let heads_per_kv = num_heads.checked_div(num_kv_heads).unwrap_or(0);
@@ -289,12 +298,14 @@ pub(super) fn arguments(
         scale: sequences.scale,
     };
     let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
-    Ok((arguments, Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len }))
+    let sizes = Sizes { dtype, is_fp8, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len };
+    Ok((arguments, sizes))
 }
 
 /// Computes the attention of one new token per sequence; see the head of the file. qkv [num_seqs,
 /// num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out [num_seqs, num_heads,
-/// head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
+/// head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens, in the cache
+/// also of 8-bit floats.
 ///
 /// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be
 /// separated from this kernel by one that does not overlap with those before it.
@@ -308,7 +319,7 @@ pub fn attention_fused(
     out: &Tensor,
 ) -> Result<()> {
     let (arguments, sizes) = arguments(context, qkv, how, kv, sequences)?;
-    let Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
+    let Sizes { dtype, is_fp8, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
     check("out", out, qkv.element(), &[num_seqs, num_heads, head_dim])?;
     if num_seqs == 0 {
         return Ok(());
@@ -335,19 +346,18 @@ pub fn attention_fused(
         ..arguments
     };
     let is_cluster = matches!(division, Division::Cluster(_));
-    let kernel = match (is_cluster, head_dim) {
-        (true, 64) => kernels::ATTENTION_FUSED_CLUSTER_D64,
-        (true, _) => kernels::ATTENTION_FUSED_CLUSTER_D128,
-        (false, 64) => kernels::ATTENTION_FUSED_CHUNKED_D64,
-        (false, _) => kernels::ATTENTION_FUSED_CHUNKED_D128,
+    let (kernel, shared_bytes) = match (is_cluster, head_dim, is_fp8) {
+        (true, 64, false) => (kernels::ATTENTION_FUSED_CLUSTER_D64, CLUSTER_D64_BYTES),
+        (true, 64, true) => (kernels::ATTENTION_FUSED_CLUSTER_FP8_D64, CLUSTER_FP8_D64_BYTES),
+        (true, _, false) => (kernels::ATTENTION_FUSED_CLUSTER_D128, SHARED_BYTES),
+        (true, _, true) => (kernels::ATTENTION_FUSED_CLUSTER_FP8_D128, SHARED_BYTES),
+        (false, 64, false) => (kernels::ATTENTION_FUSED_CHUNKED_D64, CHUNKED_D64_BYTES),
+        (false, 64, true) => (kernels::ATTENTION_FUSED_CHUNKED_FP8_D64, CHUNKED_FP8_D64_BYTES),
+        (false, _, false) => (kernels::ATTENTION_FUSED_CHUNKED_D128, CHUNKED_D128_BYTES),
+        (false, _, true) => (kernels::ATTENTION_FUSED_CHUNKED_FP8_D128, CHUNKED_D128_BYTES),
     };
     let kernel = kernel.of_half(dtype)?;
-    let (block, shared_bytes) = match (is_cluster, head_dim) {
-        (true, 64) => (256, CLUSTER_D64_BYTES),
-        (true, _) => (256, SHARED_BYTES),
-        (false, 64) => (128, CHUNKED_D64_BYTES),
-        (false, _) => (128, CHUNKED_D128_BYTES),
-    };
+    let block = if is_cluster { 256 } else { 128 };
     let units = int(num_kv_heads * groups)? as u32;
     let first = if is_cluster { cluster } else { max_chunks as u32 };
     if units > 65535 || num_seqs > 65535 {
@@ -372,6 +382,8 @@ mod tests {
         assert_eq!(Division::choose(1, 8, 4096, 4), Division::Cluster(8));
         assert_eq!(Division::choose(1, 8, 4096, 2), Division::Cluster(16));
         assert_eq!(Division::choose(1, 8, 32768, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(2, 16, 8192, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(2, 16, 32768, 4), Division::Cluster(16));
         assert_eq!(Division::choose(4, 8, 32768, 4), chunks(256, 12));
         assert_eq!(Division::choose(3, 1, 32768, 8), chunks(256, 132));
         assert_eq!(Division::choose(4, 512, 32768, 1), chunks(256, 1));

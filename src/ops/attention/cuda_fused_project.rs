@@ -91,7 +91,7 @@ pub fn attention_fused_project(
     sums: &Tensor,
 ) -> Result<()> {
     let (attention, sizes) = arguments(context, qkv, how, kv, sequences)?;
-    let Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
+    let Sizes { dtype, is_fp8, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
     let hidden_size = size(weight, 0);
     check("the weight", weight, qkv.element(), &[hidden_size, num_heads * head_dim])?;
     check("sums", sums, ElementType::Float(DType::F32), &[num_kv_heads, hidden_size])?;
@@ -116,10 +116,11 @@ pub fn attention_fused_project(
         },
     };
     let is_short = max_kv_len <= SHORT_CONTEXT;
-    let kernel = if is_short {
-        kernels::ATTENTION_FUSED_PROJECT_2
-    } else {
-        kernels::ATTENTION_FUSED_PROJECT_3
+    let kernel = match (is_short, is_fp8) {
+        (true, false) => kernels::ATTENTION_FUSED_PROJECT_2,
+        (true, true) => kernels::ATTENTION_FUSED_PROJECT_FP8_2,
+        (false, false) => kernels::ATTENTION_FUSED_PROJECT_3,
+        (false, true) => kernels::ATTENTION_FUSED_PROJECT_FP8_3,
     };
     let kernel = kernel.of_half(dtype)?;
     let shared_bytes = if is_short { SHORT_SHARED_BYTES } else { LONG_SHARED_BYTES };

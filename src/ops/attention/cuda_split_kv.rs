@@ -55,20 +55,23 @@ fn max_chunks(max_kv_len: i64) -> i64 {
 }
 
 /// Returns the kernel, its threads and its dynamic shared memory in bytes.
-fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
+fn kernel(dtype: DType, head_dim: i64, is_fp8: bool) -> Option<(Kernel, u32, u32)> {
     // These are as instantiated at the end of the source.
-    let (kernel, warps, stages) = match head_dim {
-        64 => (kernels::ATTENTION_SPLIT_KV_D64.of(dtype), 4, 4),
-        80 => (kernels::ATTENTION_SPLIT_KV_D80.of(dtype), 4, 4),
-        96 => (kernels::ATTENTION_SPLIT_KV_D96.of(dtype), 4, 3),
-        128 => (kernels::ATTENTION_SPLIT_KV_D128.of(dtype), 4, 2),
-        256 => (kernels::ATTENTION_SPLIT_KV_D256.of(dtype), 3, 2),
+    let (dense, fp8, warps, stages) = match head_dim {
+        64 => (kernels::ATTENTION_SPLIT_KV_D64, kernels::ATTENTION_SPLIT_KV_FP8_D64, 4, 4),
+        80 => (kernels::ATTENTION_SPLIT_KV_D80, kernels::ATTENTION_SPLIT_KV_FP8_D80, 4, 4),
+        96 => (kernels::ATTENTION_SPLIT_KV_D96, kernels::ATTENTION_SPLIT_KV_FP8_D96, 4, 3),
+        128 => (kernels::ATTENTION_SPLIT_KV_D128, kernels::ATTENTION_SPLIT_KV_FP8_D128, 4, 2),
+        256 => (kernels::ATTENTION_SPLIT_KV_D256, kernels::ATTENTION_SPLIT_KV_FP8_D256, 3, 2),
         _ => return None,
     };
+    let kernel = if is_fp8 { fp8 } else { dense }.of(dtype);
+    // Twice as many stages of half the bytes.
+    let (stages, row_bytes) = if is_fp8 { (2 * stages, head_dim) } else { (stages, 2 * head_dim) };
     match dtype {
         DType::F32 => Some((kernel, 128, 0)),
         // Each warp and stage has 16 keys and values.
-        _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
+        _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(row_bytes) as u32)),
     }
 }
 
@@ -76,8 +79,12 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
 /// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
-    let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));
-    KERNEL_HEAD_DIMS.into_iter().filter_map(of).collect()
+    let of = |dim, name: &str, is_fp8| {
+        let bytes = kernel(DType::F16, dim, is_fp8)?.2;
+        Some((format!("attention_split_kv_{name}d{dim}"), bytes))
+    };
+    let both = |dim| [of(dim, "", false), of(dim, "fp8_", true)];
+    KERNEL_HEAD_DIMS.into_iter().flat_map(both).flatten().collect()
 }
 
 /// The most memory for partial results where sequences lie in a block cache: enough for all
@@ -155,7 +162,7 @@ fn launch_group(
     params: &AttentionParams,
 ) -> Result<()> {
     let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
-    let (kernel, block, shared_bytes) = kernel(problem.dtype, head_dim)
+    let (kernel, block, shared_bytes) = kernel(problem.dtype, head_dim, problem.is_fp8)
         .ok_or_else(|| Error::internal(format!("no decode kernel for head_dim {head_dim}")))?;
     let chunks = max_chunks(problem.max_kv_len);
     let heads_per_kv = num_heads / num_kv_heads.max(1);
@@ -265,8 +272,10 @@ mod tests {
     fn shared_memory_fits_every_generation() {
         for head_dim in KERNEL_HEAD_DIMS {
             // The limit is 99 KiB less 1 KiB of the system's and 1 KiB of the kernel's own.
-            assert!(kernel(DType::BF16, head_dim).unwrap().2 <= 97 * 1024);
+            assert!([false, true]
+                .iter()
+                .all(|&is_fp8| kernel(DType::BF16, head_dim, is_fp8).unwrap().2 <= 97 * 1024));
         }
-        assert_eq!(kernel(DType::BF16, 128).unwrap().2, 65536);
+        assert_eq!(kernel(DType::BF16, 128, false).unwrap().2, 65536);
     }
 }

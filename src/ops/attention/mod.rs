@@ -1,7 +1,8 @@
 //! Attention with grouped query heads (Vaswani et al. 2017, equation 1; Ainslie et al. 2023):
 //! `out = softmax(scale * q k^T) v`, head h over kv head `h / (num_heads / num_kv_heads)`.
 //!
-//! There are three forms, all of one floating-point type, `out` laid out as `q`:
+//! There are three forms, all of one floating-point type, `out` laid out as `q`; only a cache may
+//! store its keys and values as 8-bit floats (e4m3fn), which then become numbers of q's type:
 //!
 //! * batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads,
 //!   head_dim]
@@ -20,9 +21,11 @@ pub mod cpu_naive;
 mod cpu_online_softmax;
 mod cpu_online_tiles;
 pub mod cpu_paged;
+mod cpu_widen;
 pub mod cuda_fused;
 pub mod cuda_fused_project;
 mod cuda_split_kv;
+mod widened;
 
 mod choice;
 mod cpu;
@@ -44,24 +47,37 @@ pub use plan::{partial_bytes, partials, scratch_bytes, AttentionPlan, AttentionS
 /// on any chip, for up to `num_seqs` sequences of up to `max_kv_len` keys: with `in_segments`, or
 /// otherwise with one query each.
 pub fn attention_scratch_bytes(
+    sizes: &AttentionSizes,
     dtype: DType,
     num_seqs: usize,
-    num_heads: usize,
-    head_dim: usize,
     max_kv_len: usize,
     in_segments: bool,
 ) -> usize {
-    if in_segments {
-        cuda_flash_wgmma::scratch_bytes(dtype, head_dim)
+    let AttentionSizes { num_heads, num_kv_heads, head_stride, kv_format, .. } = *sizes;
+    let widened = match kv_format {
+        KvFormat::Dense => 0,
+        KvFormat::Fp8 => widened::scratch_bytes(
+            dtype,
+            num_seqs,
+            num_kv_heads,
+            head_stride,
+            max_kv_len,
+            BLOCK_SIZE,
+        ),
+    };
+    let kernels = if in_segments {
+        cuda_flash_wgmma::scratch_bytes(dtype, head_stride)
     } else {
-        cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len)
-    }
+        cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_stride, max_kv_len)
+    };
+    widened.saturating_add(kernels)
 }
 
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::check::{self, InPlace, Named};
+use crate::ops::kv_cache::layout::{KvFormat, BLOCK_SIZE};
 
 /// Options of attention. The default is batched, without a mask, scaled by `1 / sqrt(head_dim)`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -110,6 +126,8 @@ enum Form {
 struct Problem<'a> {
     form: Form,
     dtype: DType,
+    /// Whether k and v are 8-bit floats.
+    is_fp8: bool,
     q: &'a Tensor,
     k: &'a Tensor,
     v: &'a Tensor,
@@ -146,10 +164,23 @@ pub fn attention(
     if out.is_empty() {
         return Ok(());
     }
-    let backend = choice::choose(&problem, matches!(context.backend(), ContextBackend::Cuda(_)))?;
+    let on_cuda = matches!(context.backend(), ContextBackend::Cuda(_));
+    let backend = choice::choose(&problem, on_cuda)?;
+    if problem.is_fp8 && !(on_cuda && backend == AttentionBackend::SplitKv) {
+        return widened::run(context, &problem, backend);
+    }
+    dispatch(context, &problem, backend)
+}
+
+/// Runs the kernels of the context's device.
+fn dispatch(
+    context: &ComputeContext,
+    problem: &Problem<'_>,
+    backend: AttentionBackend,
+) -> Result<()> {
     match context.backend() {
-        ContextBackend::Cpu { backend: cpu, .. } => cpu::run(context, cpu, &problem, backend),
-        ContextBackend::Cuda(cuda) => cuda::run(context, cuda, &problem, backend),
+        ContextBackend::Cpu { backend: cpu, .. } => cpu::run(context, cpu, problem, backend),
+        ContextBackend::Cuda(cuda) => cuda::run(context, cuda, problem, backend),
     }
 }
 
@@ -175,7 +206,18 @@ fn check<'a>(
 ) -> Result<Problem<'a>> {
     let (q_named, k_named, v_named, out_named) = (("q", q), ("k", k), ("v", v), ("out", out));
     let dtype = check::float(q_named)?;
-    check::same_type(&[q_named, k_named, v_named, out_named])?;
+    let is_fp8 = k.element() == ElementType::Fp8;
+    if is_fp8 {
+        check::same_type(&[q_named, out_named])?;
+        check::same_type(&[k_named, v_named])?;
+        if options.block_tables.is_none() || !k.is_contiguous() || !v.is_contiguous() {
+            return Err(Error::unsupported(
+                "attention: k and v of 8-bit floats are taken as a contiguous block cache only, with block_tables",
+            ));
+        }
+    } else {
+        check::same_type(&[q_named, k_named, v_named, out_named])?;
+    }
     check::same_shape(&[q_named, out_named])?;
     check::same_shape(&[k_named, v_named])?;
     let mut inputs: [Option<Named<'_>>; 7] =
@@ -259,6 +301,7 @@ fn check<'a>(
     Ok(Problem {
         form,
         dtype,
+        is_fp8,
         q,
         k,
         v,

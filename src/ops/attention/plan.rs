@@ -17,6 +17,7 @@ use super::{attention_scratch_bytes, AttentionOptions};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
+use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
@@ -33,6 +34,8 @@ pub struct AttentionSizes {
     pub head_stride: usize,
     /// Whether queries and keys are rotated, and normalised per head before that or not.
     pub has_rope: bool,
+    /// What the cache stores.
+    pub kv_format: KvFormat,
 }
 
 /// The plan for the attention of a model; see the head of the file.
@@ -52,8 +55,7 @@ pub fn scratch_bytes(
     max_kv_len: usize,
     is_deterministic: bool,
 ) -> usize {
-    let AttentionSizes { num_heads, head_stride, .. } = *sizes;
-    attention_scratch_bytes(dtype, num_seqs, num_heads, head_stride, max_kv_len, is_deterministic)
+    attention_scratch_bytes(sizes, dtype, num_seqs, max_kv_len, is_deterministic)
 }
 
 /// Returns the bytes of the partial results of up to `num_seqs` sequences with one new token each,

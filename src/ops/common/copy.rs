@@ -81,6 +81,12 @@ pub(in crate::ops) unsafe fn copy_on_cuda(
         return unsafe { cuda.copy(target.data(), source.data(), source.size_bytes()) };
     }
     let size = source.element().size_bytes() as i64;
+    if size == 1 {
+        return Err(Error::unsupported(format!(
+            "elements of {} are copied between contiguous tensors only on a GPU",
+            source.element()
+        )));
+    }
     let axes = Axes::of(&[target, source])?;
     if let Some(turn) = as_turn(&axes, size) {
         // SAFETY: passed on to the caller; these are the axes of the two.

@@ -28,7 +28,7 @@ kernel_struct! {
         group_size: i32,
         code: i32,
         scale_type: i32,
-        padding: i32,
+        are_pieces: i32,
     }
 }
 
@@ -78,7 +78,7 @@ pub fn embedding_quantised(
         group_size: int(layout.group_size())?,
         code: layout.format().code.number(),
         scale_type: scale_number(layout.format().scale),
-        padding: 0,
+        are_pieces: layout.has_pieces().into(),
     };
     let block = (width as u32).div_ceil(INPUTS).clamp(1, 512).next_multiple_of(32);
     let arguments = Arguments::new().value(&params);

@@ -1,16 +1,16 @@
 //! Writes the keys and values of new tokens into their slots of the KV cache.
 
-use crate::backend::cpu::math::bf16_bits;
+use crate::backend::cpu::math::{bf16_bits, fp8_code};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Plain};
-use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE, MAX_HEAD_DIM};
+use crate::ops::kv_cache::layout::{KvBlocks, KvFormat, BLOCK_SIZE, MAX_HEAD_DIM};
 use std::ops::Range;
 
 /// Writes keys and values into the cache. k and v are [num_tokens, num_kv_heads, head_dim] f32 with
 /// token rows `row_stride` elements apart; token i goes to slot `slot_mapping[i]`: block
-/// `slot / 32`, place `slot % 32`. Values are rounded to the type of the cache (to nearest even).
+/// `slot / 32`, place `slot % 32`. Values are rounded to what the cache stores (to nearest even).
 pub fn kv_cache_append(
     backend: &CpuBackend,
     k: &[f32],
@@ -43,10 +43,12 @@ pub fn kv_cache_append(
         let call = Head { k, v, row_stride, slot_mapping, cache, kv_head };
         // SAFETY: we hold the cache as `&mut`, and one task writes one head.
         unsafe {
-            match layout.dtype {
-                DType::F32 => call.append::<f32, 1>(0..num_tokens, |x| x),
-                DType::F16 => call.append::<u16, 1>(0..num_tokens, f16_bits),
-                DType::BF16 => backend.run(Bf16Head(call)),
+            match (layout.format, layout.dtype) {
+                (KvFormat::Fp8, DType::BF16) => call.append::<u8, 2>(0..num_tokens, fp8_code),
+                (KvFormat::Fp8, _) => call.append::<u8, 1>(0..num_tokens, fp8_code),
+                (KvFormat::Dense, DType::F32) => call.append::<f32, 1>(0..num_tokens, |x| x),
+                (KvFormat::Dense, DType::F16) => call.append::<u16, 1>(0..num_tokens, f16_bits),
+                (KvFormat::Dense, DType::BF16) => backend.run(Bf16Head(call)),
             }
         }
     };

@@ -1,5 +1,5 @@
-//! Keys and values of new tokens into the paged cache, bit for bit: for models whose heads are
-//! neither normalised nor rotated before.
+//! Keys and values of new tokens into the paged cache, bit for bit or as 8-bit floats: for models
+//! whose heads are neither normalised nor rotated before.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -27,8 +27,7 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
     check("qkv", qkv, element, &[num_tokens, total_heads, stride])?;
     check("slots", kv.slots, ElementType::I32, &[num_tokens])?;
     let cache_shape = [num_blocks, block_size, num_kv_heads, stride];
-    check("the key cache", kv.k, element, &cache_shape)?;
-    check("the value cache", kv.v, element, &cache_shape)?;
+    let is_fp8 = kv.is_fp8(element, &cache_shape)?;
     let (num_heads, head_bytes) =
         (total_heads - 2 * num_kv_heads, stride * dtype.size_bytes() as i64);
     let are_units = [qkv, kv.k, kv.v]
@@ -59,7 +58,9 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
         .i32(kv_units);
     let block = (both_units as u32).clamp(1, 512).next_multiple_of(32);
     let launch = Launch::linear(int(num_tokens)? as u32, block);
+    let kernel =
+        if is_fp8 { kernels::KV_CACHE_APPEND_FP8.of(dtype) } else { kernels::KV_CACHE_APPEND };
     // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no
     // slot beyond the caches.
-    unsafe { cuda.launch(kernels::KV_CACHE_APPEND, launch, arguments) }
+    unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -7,9 +7,11 @@
 //! * keys: `[head_dim][32]`, bf16 `[head_dim / 2][32][2]`: scores are q times this panel;
 //! * values: `[32][value_columns]`, bf16 `[16][value_columns][2]` (pairs of tokens), with
 //!   `value_columns` the head_dim rounded up to 16: the output is the weights times this panel.
+//!
+//! A cache of 8-bit floats has a byte in the place of each number of the type computed with.
 
 use crate::error::{Error, Result};
-use crate::memory::{DType, Plain};
+use crate::memory::{DType, ElementType, Plain};
 use std::marker::PhantomData;
 
 /// The number of tokens of a block.
@@ -17,11 +19,24 @@ pub const BLOCK_SIZE: usize = 32;
 /// The largest head that the attention kernel has room for.
 pub const MAX_HEAD_DIM: usize = 256;
 
+/// What the numbers of keys and values are stored as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvFormat {
+    /// The type that is computed with.
+    #[default]
+    Dense,
+    /// Floats of 8 bits (e4m3fn of the OCP standard), without a scale: numbers beyond 448 become
+    /// 448. Attention makes numbers of the type that is computed with of them, exactly.
+    Fp8,
+}
+
 /// The shape of a KV cache, from which all its sizes follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
-    /// The element type of keys and values.
+    /// The element type that keys and values are computed with.
     pub dtype: DType,
+    /// What they are stored as.
+    pub format: KvFormat,
     /// The number of layers of the model.
     pub num_layers: usize,
     /// The number of key and value heads of a layer.
@@ -66,7 +81,15 @@ impl KvLayout {
 
     /// Returns the bytes of one block: all layers of 32 tokens.
     pub fn block_bytes(&self) -> usize {
-        self.num_layers * self.num_kv_heads * self.head_len() * self.dtype.size_bytes()
+        self.num_layers * self.num_kv_heads * self.head_len() * self.element().size_bytes()
+    }
+
+    /// Returns what an element is stored as.
+    pub fn element(&self) -> ElementType {
+        match self.format {
+            KvFormat::Dense => ElementType::Float(self.dtype),
+            KvFormat::Fp8 => ElementType::Fp8,
+        }
     }
 
     /// Returns the bytes that one token takes.
@@ -125,13 +148,13 @@ impl<'a> KvBlocks<'a> {
         assert!(block < self.num_blocks && kv_head < self.layout.num_kv_heads);
         let head = self.layer * self.layout.num_kv_heads + kv_head;
         block * self.layout.block_bytes()
-            + head * self.layout.head_len() * self.layout.dtype.size_bytes()
+            + head * self.layout.head_len() * self.layout.element().size_bytes()
     }
 
     /// Returns the key and the value panel of a head.
     #[inline(always)]
     pub(crate) fn panels<T: Plain>(&self, block: usize, kv_head: usize) -> (&[T], &[T]) {
-        debug_assert_eq!(size_of::<T>(), self.layout.dtype.size_bytes());
+        debug_assert_eq!(size_of::<T>(), self.layout.element().size_bytes());
         let offset = self.offset(block, kv_head);
         // SAFETY: the range lies in block `block` of the borrowed bytes (checked in `offset`), is
         // aligned (the start to 4, all sizes are multiples of 32 elements), and is not written
@@ -154,7 +177,7 @@ impl<'a> KvBlocks<'a> {
         block: usize,
         kv_head: usize,
     ) -> (&mut [T], &mut [T]) {
-        debug_assert_eq!(size_of::<T>(), self.layout.dtype.size_bytes());
+        debug_assert_eq!(size_of::<T>(), self.layout.element().size_bytes());
         let offset = self.offset(block, kv_head);
         // SAFETY: as in `panels`; the caller vouches that nobody else uses these panels.
         let both = unsafe {

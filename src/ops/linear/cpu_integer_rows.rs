@@ -1,15 +1,17 @@
-//! Rows of activations as integers in tiles, and which products take them
-//! ([`cpu_integer_tiles`](super::cpu_integer_tiles)).
+//! Rows of activations as integers in tiles, stretches of panels beside them, and which products take
+//! tiles ([`cpu_integer_tiles`](super::cpu_integer_tiles)).
 
-use super::cpu_integers::{integers_of, segment_values, Factor};
+use super::cpu_integers::{integers_of, max_activation, segment_values, Factor};
 use crate::backend::cpu::dot::MAX_ACTIVATION;
 use crate::backend::cpu::simd::{Kernel, Simd};
-use crate::backend::cpu::tiles::{TILE_BYTES_K, TILE_K, TILE_ROWS};
+use crate::backend::cpu::tiles::{TILE_BYTES, TILE_BYTES_K, TILE_K, TILE_ROWS};
+use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::quantised::{Code, Division, QuantFormat};
 
 /// From this many rows on, tiles are faster than products of rows.
 const MIN_ROWS: usize = 8;
-/// The same for segments that leave half of a tile of bytes empty.
+/// The same for segments that leave half of a tile of bytes empty, and for codes of 4 bits and activations of 8,
+/// of which products of rows are faster than before.
 const MIN_SHORT_ROWS: usize = 16;
 /// From this many rows on, it pays to bring codes into the form and the place that suit tiles best:
 /// bf16 for short segments, and a copy in the second-level cache for bytes.
@@ -17,7 +19,26 @@ pub(super) const MANY_ROWS: usize = 64;
 /// Segments of fewer inputs leave most of a tile empty.
 const MIN_SEGMENT: usize = 16;
 /// The bytes of two tiles, of the upper and of the lower bytes of activations.
-pub(super) const STEP_BYTES: usize = 2048;
+pub(super) const STEP_BYTES: usize = 2 * TILE_BYTES;
+
+/// The rows that are multiplied by a stretch of a panel before the next panel's.
+pub(super) const PAIR_ROWS: usize = 2 * TILE_ROWS;
+/// The steps of a stretch: about what codes and rows take of the second-level cache.
+pub(super) const STRETCH_STEPS: usize = 8;
+/// The bytes of the codes of a panel in a step.
+pub(super) const CODES_BYTES: usize = 4096;
+/// The bytes of the sums of a block: 16 rows by 32 columns in two parts, or 32 rows by 32 columns.
+pub(super) const BLOCK_BYTES: usize = 4096;
+
+/// A stretch of a panel: the codes of each step that had to be decoded, and where those of each segment
+/// are, its scales and its zeros.
+#[repr(C, align(64))]
+pub(super) struct Stretch {
+    pub codes: [[u8; CODES_BYTES]; STRETCH_STEPS],
+    pub places: [*const u8; STRETCH_STEPS],
+    pub scales: [[f32; PANEL_COLUMNS]; STRETCH_STEPS],
+    pub zeros: [[i32; PANEL_COLUMNS]; STRETCH_STEPS],
+}
 
 /// What the tiles hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +47,8 @@ pub(super) enum Form {
     Bytes,
     /// Integers of up to 8 bits, and multiples of 256.
     Bf16,
+    /// Activations of 8 bits, and codes of 8 bits less their zeros.
+    Signed,
 }
 
 /// How rows of activations, and stretches of panels, are laid out in tiles.
@@ -36,13 +59,17 @@ pub(super) struct TileLayout {
     pub num_segments: usize,
     /// The steps of each.
     pub segment_steps: usize,
+    /// See [`max_activation`].
+    most: i16,
 }
 
 impl TileLayout {
     /// The layout for products of `num_rows` rows; `None` if tiles do not serve them.
     pub fn new(num_rows: usize, division: &Division, format: &QuantFormat) -> Option<Self> {
         let longest = division.segment_places(0).len();
-        let min_rows = if longest < TILE_BYTES_K { MIN_SHORT_ROWS } else { MIN_ROWS };
+        let has_fast_rows = format.quantises_inputs && format.code == Code::Int4;
+        let needs_more = longest < TILE_BYTES_K || has_fast_rows;
+        let min_rows = if needs_more { MIN_SHORT_ROWS } else { MIN_ROWS };
         if num_rows < min_rows || longest < MIN_SEGMENT {
             return None;
         }
@@ -57,15 +84,35 @@ impl TileLayout {
         };
         let most = longest * largest_code * usize::from(MAX_ACTIVATION.unsigned_abs());
         let is_bf16 = most < MAX_EXACT && num_rows >= MANY_ROWS;
-        let form = if is_bf16 { Form::Bf16 } else { Form::Bytes };
-        let step = if form == Form::Bytes { TILE_BYTES_K } else { TILE_K };
+        // Codes of 8 bits are bytes less the middle of all, but not less every zero; few rows multiply them
+        // where they lie, by activations whose upper bytes are zeros.
+        let is_signed = match format.code {
+            Code::Int4 => format.quantises_inputs,
+            _ => format.quantises_inputs && !format.has_zeros && num_rows >= MANY_ROWS,
+        };
+        let form = match (is_signed, is_bf16) {
+            (true, _) => Form::Signed,
+            (_, true) => Form::Bf16,
+            _ => Form::Bytes,
+        };
+        let step = if form == Form::Bf16 { TILE_K } else { TILE_BYTES_K };
         let segment_steps = longest.div_ceil(step);
-        Some(TileLayout { form, num_segments: division.num_segments(), segment_steps })
+        let (num_segments, most) = (division.num_segments(), max_activation(format));
+        Some(TileLayout { form, num_segments, segment_steps, most })
+    }
+
+    /// The bytes of the tiles of a step of 16 rows.
+    fn step_bytes(&self) -> usize {
+        if self.form == Form::Signed {
+            TILE_BYTES
+        } else {
+            STEP_BYTES
+        }
     }
 
     /// The bytes of the tiles of 16 rows.
     pub fn row_bytes(&self) -> usize {
-        self.num_segments.saturating_mul(self.segment_steps).saturating_mul(STEP_BYTES)
+        self.num_segments.saturating_mul(self.segment_steps).saturating_mul(self.step_bytes())
     }
 
     /// The bytes of the activations of `num_rows` rows.
@@ -92,7 +139,7 @@ pub(super) struct RowOfTiles<'a> {
     pub middle: u8,
     pub division: &'a Division,
     pub layout: &'a TileLayout,
-    /// [segments][steps][upper, lower] tiles.
+    /// [segments][steps][upper, lower] tiles, or a single one where activations have 8 bits.
     pub tiles: *mut u8,
     /// [segments].
     pub factors: *mut TileFactors,
@@ -104,29 +151,43 @@ impl Kernel for RowOfTiles<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let in_features = self.division.in_features();
-        let TileLayout { form, num_segments, segment_steps } = *self.layout;
+        let TileLayout { form, num_segments, segment_steps, most } = *self.layout;
         let num_rows = self.x.len() / in_features.max(1);
-        let segment_bytes = segment_steps * STEP_BYTES;
-        for segment in 0..num_segments {
-            // SAFETY: there are tiles and factors for all segments.
-            let (tiles, factors) = unsafe {
+        let step_bytes = self.layout.step_bytes();
+        let segment_bytes = segment_steps * step_bytes;
+        let part = |segment: usize| {
+            // SAFETY: there are tiles and factors for all segments, and no two parts are in use at once.
+            unsafe {
                 let tiles = self.tiles.add(segment * segment_bytes);
                 let factors = &mut *self.factors.add(segment);
                 (std::slice::from_raw_parts_mut(tiles, segment_bytes), factors)
-            };
+            }
+        };
+        let step = if form == Form::Bf16 { TILE_K } else { TILE_BYTES_K };
+        for segment in 0..num_segments {
             let places = self.division.segment_places(segment);
-            let step = if form == Form::Bytes { TILE_BYTES_K } else { TILE_K };
             if num_rows < TILE_ROWS || places.len() < segment_steps * step {
+                let (tiles, factors) = part(segment);
                 tiles.fill(0);
                 *factors = TileFactors { scales: [0.0; TILE_ROWS], totals: [0; TILE_ROWS] };
             }
-            for (row, x) in self.x.chunks_exact(in_features.max(1)).enumerate() {
-                let values = segment_values(x, self.order, places.clone());
-                let (integers, Factor { scale, total }) = integers_of(&values);
+        }
+        // Row by row, since they come from memory.
+        for (row, x) in self.x.chunks_exact(in_features.max(1)).enumerate() {
+            for segment in 0..num_segments {
+                let (tiles, factors) = part(segment);
+                let values = segment_values(x, self.order, self.division.segment_places(segment));
+                let (integers, Factor { scale, total }) = integers_of(&values, most);
                 factors.scales[row] = scale;
                 factors.totals[row] = total.wrapping_mul(i32::from(self.middle));
-                let to = tiles.chunks_exact_mut(STEP_BYTES);
+                let to = tiles.chunks_exact_mut(step_bytes);
                 match form {
+                    Form::Signed => {
+                        for (from, to) in integers.chunks_exact(TILE_BYTES_K).zip(to) {
+                            let to = &mut to[row * TILE_BYTES_K..][..TILE_BYTES_K];
+                            to.iter_mut().zip(from).for_each(|(to, &a)| *to = a as u8);
+                        }
+                    }
                     Form::Bytes => {
                         for (from, to) in integers.chunks_exact(TILE_BYTES_K).zip(to) {
                             let (upper, lower) = to.split_at_mut(STEP_BYTES / 2);

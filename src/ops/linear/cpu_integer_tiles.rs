@@ -13,10 +13,15 @@
 //!   longer to decode, and there is less to do for each sum, which is what costs most where segments
 //!   are short.
 //!
+//! * In signed bytes ([`cpu_byte_tiles`](super::cpu_byte_tiles)), where activations have 8 bits: codes
+//!   less their zeros, in one sum.
+//!
 //! Sums are then scaled and added up in f32, from the first segment to the last.
 
+use super::cpu_byte_tiles::{decode_signed, signed_stretch, SignedRows};
 use super::cpu_integer_rows::{
-    bf16_of, Form, RowOfTiles, TileFactors, TileLayout, MANY_ROWS, STEP_BYTES,
+    bf16_of, Form, RowOfTiles, Stretch, TileFactors, TileLayout, BLOCK_BYTES, CODES_BYTES,
+    MANY_ROWS, PAIR_ROWS, STEP_BYTES, STRETCH_STEPS,
 };
 use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -32,16 +37,8 @@ use crate::ops::quantised::{unit_bytes, Code, PanelDivision, QuantisedPanels};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The rows that are multiplied by a stretch of a panel before the next panel's.
-const PAIR_ROWS: usize = 2 * TILE_ROWS;
-/// The steps of a stretch: about what codes and rows take of the second-level cache.
-const STRETCH_STEPS: usize = 8;
-/// The bytes of the codes of a panel in a step.
-const CODES_BYTES: usize = 4096;
 /// The bytes of a panel for four inputs in bytes, or two in bf16.
 const CODES_STRIDE: usize = 4 * PANEL_COLUMNS;
-/// The bytes of the sums of a block: 16 rows by 32 columns in two parts, or 32 rows by 32 columns.
-const BLOCK_BYTES: usize = 4096;
 
 /// The bytes that products of `num_rows` rows on `num_threads` threads need beside activations.
 pub(super) fn scratch_bytes(num_threads: usize, num_rows: usize) -> usize {
@@ -56,16 +53,6 @@ fn stretch_segments(layout: &TileLayout) -> usize {
 /// The f32 of the sums of one thread.
 fn sums_len(num_rows: usize) -> usize {
     num_rows.min(MAX_UNIT_ROWS).next_multiple_of(PAIR_ROWS) * MAX_UNIT_PANELS * PANEL_COLUMNS
-}
-
-/// A stretch of a panel: the codes of each step that had to be decoded, and where those of each segment
-/// are, its scales and its zeros.
-#[repr(C, align(64))]
-struct Stretch {
-    codes: [[u8; CODES_BYTES]; STRETCH_STEPS],
-    places: [*const u8; STRETCH_STEPS],
-    scales: [[f32; PANEL_COLUMNS]; STRETCH_STEPS],
-    zeros: [[i32; PANEL_COLUMNS]; STRETCH_STEPS],
 }
 
 type Stretches = [Stretch; MAX_UNIT_PANELS];
@@ -194,9 +181,18 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
             for first in panels.clone().step_by(at_a_time) {
                 let panels = first..panels.end.min(first + at_a_time);
                 match (self.layout.form, self.weight.format().has_zeros) {
-                    (Form::Bf16, _) => self.panels::<S, false, false>(&mut unit, panels, &pairs),
-                    (_, false) => self.panels::<S, true, false>(&mut unit, panels, &pairs),
-                    (_, true) => self.panels::<S, true, true>(&mut unit, panels, &pairs),
+                    (Form::Signed, _) => {
+                        self.panels::<S, true, true, false>(&mut unit, panels, &pairs);
+                    }
+                    (Form::Bf16, _) => {
+                        self.panels::<S, false, false, false>(&mut unit, panels, &pairs);
+                    }
+                    (Form::Bytes, false) => {
+                        self.panels::<S, false, true, false>(&mut unit, panels, &pairs);
+                    }
+                    (Form::Bytes, true) => {
+                        self.panels::<S, false, true, true>(&mut unit, panels, &pairs);
+                    }
                 }
             }
         }
@@ -206,7 +202,7 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
 impl<P: TileEpilogue> Lane<'_, P> {
     /// Makes some panels of the result for pairs of rows of tiles.
     #[inline(always)]
-    fn panels<S: Simd, const BYTES: bool, const ZEROS: bool>(
+    fn panels<S: Simd, const SIGNED: bool, const BYTES: bool, const ZEROS: bool>(
         &self,
         unit: &mut S::Tiles,
         panels: Range<usize>,
@@ -228,10 +224,22 @@ impl<P: TileEpilogue> Lane<'_, P> {
             for (place, panel) in all_panels.clone().enumerate() {
                 // SAFETY: as for the sums.
                 let stretch = unsafe { &mut *self.stretches.add(place) };
-                self.decode::<S>(panel, segments.clone(), stretch);
+                self.decode::<S, SIGNED>(panel, segments.clone(), stretch);
             }
             // SAFETY: the rows, the stretches and the sums are there, as above.
             unsafe {
+                if SIGNED {
+                    let rows = SignedRows {
+                        tiles: self.a,
+                        factors: self.factors,
+                        layout: self.layout,
+                        first_row,
+                        num_rows,
+                    };
+                    let stretches = std::slice::from_raw_parts(self.stretches, num_all);
+                    signed_stretch::<S>(unit, &rows, segments, stretches, sums);
+                    continue;
+                }
                 self.stretch::<S, BYTES, ZEROS>(unit, first_row, num_rows, segments, num_all, sums);
             }
         }
@@ -354,7 +362,12 @@ impl<P: TileEpilogue> Lane<'_, P> {
 
     /// Decodes some segments of a panel.
     #[inline(always)]
-    fn decode<S: Simd>(&self, panel: usize, segments: Range<usize>, to: &mut Stretch) {
+    fn decode<S: Simd, const SIGNED: bool>(
+        &self,
+        panel: usize,
+        segments: Range<usize>,
+        to: &mut Stretch,
+    ) {
         let code = self.weight.format().code;
         let segment_steps = self.layout.segment_steps;
         for (index, segment) in segments.enumerate() {
@@ -372,8 +385,8 @@ impl<P: TileEpilogue> Lane<'_, P> {
                 *to = i32::from(zero);
             }
             let steps = index * segment_steps..(index + 1) * segment_steps;
-            let Some(steps) = to.codes.get_mut(steps) else { return };
-            let bytes = steps.as_flattened_mut();
+            let Some(to_steps) = to.codes.get_mut(steps) else { return };
+            let bytes = to_steps.as_flattened_mut();
             to.places[index] = bytes.as_ptr();
             let units = segment.codes.chunks_exact(unit_bytes(code));
             let num_units = units.len();
@@ -381,20 +394,24 @@ impl<P: TileEpilogue> Lane<'_, P> {
             for line in segment.codes.chunks(64) {
                 prefetch(line.as_ptr().wrapping_add(ahead));
             }
+            if SIGNED {
+                decode_signed(code, segment.codes, zeros, bytes);
+                continue;
+            }
             let is_tiles = code == Code::Int8 && segment.codes.len() == bytes.len();
             if is_tiles && self.num_rows < MANY_ROWS {
                 to.places[index] = segment.codes.as_ptr();
                 continue;
             }
             let unit_to = match self.layout.form {
-                Form::Bytes => CODES_STRIDE,
+                Form::Bytes | Form::Signed => CODES_STRIDE,
                 Form::Bf16 => 2 * CODES_STRIDE,
             };
             for (unit, to) in units.zip(bytes.chunks_exact_mut(unit_to)) {
                 match (self.layout.form, code) {
                     (Form::Bf16, _) => nibbles_to_bf16(unit, zeros, to),
-                    (Form::Bytes, Code::Int4) => nibbles_to_bytes(unit, to),
-                    (Form::Bytes, _) => to.copy_from_slice(unit),
+                    (_, Code::Int4) => nibbles_to_bytes(unit, to),
+                    (_, _) => to.copy_from_slice(unit),
                 }
             }
             // Zeros of activations times what is no number would not be zero.

@@ -1,5 +1,6 @@
-//! Products with weights of integers on the CPU. Activations become integers of 16 bits, with a scale
-//! for each segment of a row: up to 128 inputs of a group, whose products are summed up exactly.
+//! Products with weights of integers on the CPU. Activations become integers of 16 bits, or of 8 where
+//! the format says so, with a scale for each segment of a row: up to 128 inputs of a group, whose
+//! products are summed up exactly.
 //!
 //! With `q` the activations of a segment, `s` their scale, and codes, zeros and scales as in
 //! [`QuantFormat`](crate::ops::quantised::QuantFormat), the sum of an output over segments is
@@ -9,9 +10,11 @@
 //! ```
 //!
 //! added up in f32 from the first segment to the last, whatever the number of rows and of threads.
-//! Rounding an activation changes it by at most 1/65024 of the largest one of its segment.
+//! Rounding an activation changes it by at most 1/65024 of the largest one of its segment, or by 1/254.
 
-use crate::backend::cpu::dot::{DotKernel, Dots, MAX_ACTIVATION, MAX_SUMMED, UNIT};
+use crate::backend::cpu::dot::{
+    DotKernel, Dots, MAX_ACTIVATION, MAX_BYTE_ACTIVATION, MAX_SUMMED, UNIT,
+};
 use crate::backend::cpu::simd::{Simd, Vector16};
 use crate::backend::cpu::tile::prefetch;
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -20,7 +23,7 @@ use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::{grow, Epilogue, Units};
 use crate::ops::quantised::{
-    unit_bytes, vectors_of, Code, Division, PanelDivision, QuantisedPanels,
+    unit_bytes, vectors_of, Code, Division, PanelDivision, QuantFormat, QuantisedPanels,
 };
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,6 +44,15 @@ const MANY_ROWS: usize = 8;
 pub(super) struct Factor {
     pub scale: f32,
     pub total: i32,
+}
+
+/// What activations are at most, up or down, in products with a weight of integers.
+pub(super) fn max_activation(format: &QuantFormat) -> i16 {
+    if format.quantises_inputs {
+        MAX_BYTE_ACTIVATION
+    } else {
+        MAX_ACTIVATION
+    }
 }
 
 /// The bytes of `num_rows` rows as integers.
@@ -74,6 +86,7 @@ pub(super) fn multiply_integers<P: Epilogue>(
             x,
             order: weight.order(),
             division: inputs,
+            most: max_activation(&weight.format()),
             rows,
             units: to_units.get(),
             factors: to_factors.get(),
@@ -106,6 +119,8 @@ struct MakeIntegers<'a> {
     x: &'a [f32],
     order: &'a [u32],
     division: &'a Division,
+    /// See [`max_activation`].
+    most: i16,
     rows: Range<usize>,
     /// [num_rows][num_units], in the form of the instruction set.
     units: *mut u64,
@@ -125,7 +140,7 @@ impl DotKernel for MakeIntegers<'_> {
                 let places = division.segment_places(segment);
                 let segment_units = places.len().div_ceil(UNIT);
                 let values = segment_values(x, self.order, places);
-                let (integers, factor) = integers_of(&values);
+                let (integers, factor) = integers_of(&values, self.most);
                 let first = row * num_units + division.first_unit(segment);
                 for (i, unit) in integers.chunks_exact(UNIT).take(segment_units).enumerate() {
                     let unit = D::unit([unit[0], unit[1], unit[2], unit[3]]);
@@ -156,10 +171,10 @@ pub(super) fn segment_values(x: &[f32], order: &[u32], places: Range<usize>) -> 
     values
 }
 
-/// Makes the activations of a segment integers, to nearest even. Activations that are not finite make
-/// a scale that is none either; those below 1e-30 count as zeros.
+/// Makes the activations of a segment integers up to `most`, to nearest even. Activations that are not
+/// finite make a scale that is none either; those below 1e-30 count as zeros.
 #[inline(always)]
-pub(super) fn integers_of(values: &[f32; MAX_SUMMED]) -> ([i16; MAX_SUMMED], Factor) {
+pub(super) fn integers_of(values: &[f32; MAX_SUMMED], most: i16) -> ([i16; MAX_SUMMED], Factor) {
     // The bits of numbers that are not negative are in the order of the numbers, and NaN comes last.
     let largest = values.iter().fold(0, |largest: u32, v| largest.max(v.to_bits() & 0x7fff_ffff));
     let largest = f32::from_bits(largest);
@@ -172,7 +187,7 @@ pub(super) fn integers_of(values: &[f32; MAX_SUMMED]) -> ([i16; MAX_SUMMED], Fac
     }
     // Adding this leaves no room for a fraction.
     const WHOLE: f32 = (3 << 22) as f32;
-    let most = f32::from(MAX_ACTIVATION);
+    let most = f32::from(most);
     let inverse = most / largest;
     let mut total = 0;
     for (to, value) in integers.iter_mut().zip(values) {
@@ -208,11 +223,14 @@ impl<P: Epilogue> DotKernel for Lane<'_, P> {
             for panel in panels {
                 for first in rows.clone().step_by(TILE_ROWS) {
                     let tile = first..rows.end.min(first + TILE_ROWS);
-                    match self.weight.format().code {
-                        Code::Int4 => self.tile::<S, D>(Code::Int4, panel, tile),
-                        Code::Int8 => self.tile::<S, D>(Code::Int8, panel, tile),
+                    let format = self.weight.format();
+                    match (format.code, format.quantises_inputs) {
+                        (Code::Int4, false) => self.tile::<S, D, false>(Code::Int4, panel, tile),
+                        (Code::Int4, true) => self.tile::<S, D, true>(Code::Int4, panel, tile),
+                        (Code::Int8, false) => self.tile::<S, D, false>(Code::Int8, panel, tile),
+                        (Code::Int8, true) => self.tile::<S, D, true>(Code::Int8, panel, tile),
                         // Floats have kernels of their own.
-                        Code::Fp8 => {}
+                        (Code::Fp8, _) => {}
                     }
                 }
             }
@@ -221,16 +239,20 @@ impl<P: Epilogue> DotKernel for Lane<'_, P> {
 }
 
 impl<P: Epilogue> Lane<'_, P> {
-    /// Multiplies up to [`TILE_ROWS`] rows by a panel.
+    /// Multiplies up to [`TILE_ROWS`] rows by a panel. `BYTES` says that activations have 8 bits.
     #[inline(always)]
-    fn tile<S: Simd, D: Dots<Vector = S::Vector>>(
+    fn tile<S: Simd, D: Dots<Vector = S::Vector>, const BYTES: bool>(
         &self,
         code: Code,
         panel: usize,
         rows: Range<usize>,
     ) {
         let mut sums = [0.0_f32; TILE_ROWS * PANEL_COLUMNS];
-        let most_rows = if code == Code::Int4 { D::MAX_NIBBLE_ROWS } else { D::MAX_ROWS };
+        let most_rows = match code {
+            _ if BYTES => D::MAX_BYTE_ROWS,
+            Code::Int4 => D::MAX_NIBBLE_ROWS,
+            _ => D::MAX_ROWS,
+        };
         let num_blocks = rows.len().div_ceil(most_rows).max(1);
         let block_rows = rows.len().div_ceil(num_blocks).max(1);
         let num_segments = self.num_segments;
@@ -242,10 +264,10 @@ impl<P: Epilogue> Lane<'_, P> {
             for (row, sums) in rows.clone().step_by(block_rows).zip(sums) {
                 let segments = segments.clone();
                 match (rows.end - row).min(block_rows) {
-                    1 => self.rows::<S, D, 1>(code, panel, row, segments, sums),
-                    2 => self.rows::<S, D, 2>(code, panel, row, segments, sums),
-                    3 => self.rows::<S, D, 3>(code, panel, row, segments, sums),
-                    _ => self.rows::<S, D, 4>(code, panel, row, segments, sums),
+                    1 => self.rows::<S, D, 1, BYTES>(code, panel, row, segments, sums),
+                    2 => self.rows::<S, D, 2, BYTES>(code, panel, row, segments, sums),
+                    3 => self.rows::<S, D, 3, BYTES>(code, panel, row, segments, sums),
+                    _ => self.rows::<S, D, 4, BYTES>(code, panel, row, segments, sums),
                 }
             }
         }
@@ -258,7 +280,7 @@ impl<P: Epilogue> Lane<'_, P> {
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
-    fn rows<S: Simd, D: Dots<Vector = S::Vector>, const ROWS: usize>(
+    fn rows<S: Simd, D: Dots<Vector = S::Vector>, const ROWS: usize, const BYTES: bool>(
         &self,
         code: Code,
         panel: usize,
@@ -266,7 +288,8 @@ impl<P: Epilogue> Lane<'_, P> {
         segments: Range<usize>,
         sums: &mut [f32],
     ) {
-        if ROWS > D::MAX_ROWS || sums.len() < ROWS * PANEL_COLUMNS {
+        let most_rows = if BYTES { D::MAX_BYTE_ROWS } else { D::MAX_ROWS };
+        if ROWS > most_rows || sums.len() < ROWS * PANEL_COLUMNS {
             return;
         }
         let (num_units, num_segments) = (self.num_units, self.num_segments);
@@ -306,8 +329,13 @@ impl<P: Epilogue> Lane<'_, P> {
                             for row in 0..ROWS {
                                 let unit = x.wrapping_add(row * num_units);
                                 let held = &mut held[row][pair - first_pair];
-                                held[0] = held[0].add_products(a, unit);
-                                held[1] = held[1].add_products(b, unit);
+                                if BYTES {
+                                    held[0] = held[0].add_byte_products(a, unit);
+                                    held[1] = held[1].add_byte_products(b, unit);
+                                } else {
+                                    held[0] = held[0].add_products(a, unit);
+                                    held[1] = held[1].add_products(b, unit);
+                                }
                             }
                         }
                         x = x.add(1);

@@ -7,7 +7,7 @@
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
 
-use super::cpu_integer_rows::TileLayout;
+use super::cpu_integer_rows::{TileLayout, MANY_ROWS};
 use super::cpu_integer_tiles::{multiply_integer_tiles, scratch_bytes};
 use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -48,12 +48,16 @@ impl QuantisedNeeds {
     ) -> Self {
         if !format.code.is_float() {
             let division = Division::new(in_features, format);
-            let layout = TileLayout::new(num_rows, &division, format).filter(|_| has_tiles);
-            let bytes = match layout {
+            let layout_of =
+                |num_rows| TileLayout::new(num_rows, &division, format).filter(|_| has_tiles);
+            let bytes_of = |num_rows| match layout_of(num_rows) {
                 Some(layout) => layout.activations_bytes(num_rows),
                 None => integers_bytes(num_rows, &division),
             };
-            let tile_bytes = layout.map_or(0, |_| scratch_bytes(num_threads, num_rows));
+            // Fewer rows may take more bytes each.
+            let bytes = bytes_of(num_rows).max(bytes_of(num_rows.min(MANY_ROWS - 1)));
+            let tile_bytes =
+                layout_of(num_rows).map_or(0, |_| scratch_bytes(num_threads, num_rows));
             return QuantisedNeeds { activations_bytes: bytes, panels_len: 0, tile_bytes };
         }
         let changed = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());

@@ -1,5 +1,5 @@
 //! Linear layers whose weights and activations are both FP8 on a GPU, for any number of tokens:
-//! `csrc/ops/linear/fp8.cu`, and for more than 16 tokens on Hopper `fp8_many.cu`.
+//! `csrc/ops/linear/fp8.cu`, and for more than 16 tokens on Hopper `fp8_many.cu` and `fp8_prefill.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch};
 use crate::backend::ComputeContext;
@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_fp8_many::{has_fp8_many, Fp8ManyDivision};
+use crate::ops::linear::cuda_fp8_prefill::Fp8PrefillDivision;
 use crate::ops::linear::cuda_quantised_blocks::{
     epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages,
     is_quantised_weight, launch, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
@@ -216,10 +217,19 @@ pub fn linear_fp8(
     let few = Division::choose(tokens, layout, Chip::of(cuda), is_fixed);
     if !is_fixed && call.is_served(cuda) && has_fp8_many(context)? {
         let few = few.filter(|_| tokens <= FEW_TOKENS).map(|few| few.cost(layout));
-        let many = Fp8ManyDivision::choose(num_tokens, layout)
-            .filter(|many| few.is_none_or(|few| (many.cost(num_tokens, layout) as u64) < few));
-        if let Some(many) = many {
-            return many.launch(cuda, x, weight, bias, epilogue, out);
+        let is_faster = |cost: usize| few.is_none_or(|few| (cost as u64) < few);
+        let many = Fp8ManyDivision::choose(num_tokens, layout);
+        let many = many.map(|many| (many.cost(num_tokens, layout), many));
+        let prefill = Fp8PrefillDivision::choose(num_tokens, layout);
+        let prefill = prefill.map(|prefill| (prefill.cost(num_tokens, layout), prefill));
+        match (many, prefill) {
+            (Some((many, _)), Some((cost, prefill))) if cost < many && is_faster(cost) => {
+                return prefill.launch(cuda, x, weight, bias, epilogue, out);
+            }
+            (Some((cost, many)), _) if is_faster(cost) => {
+                return many.launch(cuda, x, weight, bias, epilogue, out);
+            }
+            _ => {}
         }
     }
     let inputs = Inputs { x: x.codes(), scales: x.scales(), pitch: x.pitch(), norm: None };

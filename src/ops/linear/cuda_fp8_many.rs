@@ -1,5 +1,5 @@
 //! Linear layers whose weights and activations are both FP8, for more than a few tokens on Hopper:
-//! `csrc/ops/linear/fp8_many.cu`.
+//! `csrc/ops/linear/fp8_many.cu`; [`cuda_fp8_prefill`](super::cuda_fp8_prefill) is for prompts.
 
 use crate::backend::cuda::{
     kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
@@ -51,7 +51,7 @@ pub(super) fn has_fp8_many(context: &ComputeContext) -> Result<bool> {
 /// The elements of a tile's codes in a stage: pairs of words.
 const STAGE_ELEMENTS: usize = 256;
 /// So many tokens are computed before the next rows: their x stays in the L2.
-const GROUP_TOKENS: usize = 2048;
+pub(super) const GROUP_TOKENS: usize = 2048;
 
 /// The tiles of a block, as instantiated at the end of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,18 +63,11 @@ struct Shape {
     stage_cost: usize,
 }
 
-const SHAPES: [Shape; 6] = {
+const SHAPES: [Shape; 5] = {
     const fn shape(tokens: usize, groups: usize, stage_cost: usize) -> Shape {
         Shape { tokens, groups, stage_cost }
     }
-    [
-        shape(32, 2, 38),
-        shape(32, 3, 69),
-        shape(64, 2, 44),
-        shape(64, 3, 74),
-        shape(128, 2, 61),
-        shape(192, 2, 91),
-    ]
+    [shape(32, 2, 26), shape(32, 3, 33), shape(64, 2, 38), shape(64, 3, 50), shape(128, 2, 58)]
 };
 
 /// How many blocks of clusters of so many the chip holds at a time: 8 groups of 16 to 18
@@ -87,13 +80,29 @@ const ROOM: [(usize, usize); 6] = [
     (5, 110),
     (6, 96),
 ];
-/// What a kernel takes beside its tiles, what a tile takes beside its stages, and what the sum over a
-/// cluster takes, in the same units.
-const KERNEL_COST: usize = 180;
-const TILE_COST: usize = 220;
-const SUM_COST: usize = 50;
+/// What a kernel takes beside its tiles, and what a tile takes beside its stages, in the same units.
+pub(super) const KERNEL_COST: usize = 180;
+pub(super) const TILE_COST: usize = 220;
+/// What a stage takes longer where the same weights are read for other tokens too.
+const REREAD_COST: usize = 8;
 /// What a cluster takes to follow another one, which blocks by themselves do not.
 const AGAIN_COST: usize = 510;
+/// The bytes of a weight that the memory gives in a unit of time, and what it takes until it does.
+const MEMORY_BYTES: usize = 42_000;
+const MEMORY_COST: usize = 70;
+
+/// The most blocks of a cluster, unless they leave most of the chip idle.
+const MAX_SPLITS: usize = 3;
+
+/// How long two things take that a chip does at the same time: hardly more than the longer one.
+pub(super) fn together(work: usize, memory: usize) -> usize {
+    work.max(memory) + work.min(memory) / 16
+}
+
+/// The least time of a product, in the same units: that of reading its weight.
+pub(super) fn memory_cost(layout: &TileLayout) -> usize {
+    layout.len_bytes() / MEMORY_BYTES + MEMORY_COST
+}
 
 impl Shape {
     fn tiles(self) -> usize {
@@ -116,7 +125,6 @@ impl Shape {
             (64, 2) => kernels::LINEAR_FP8_MANY_64X2,
             (64, 3) => kernels::LINEAR_FP8_MANY_64X3,
             (128, 2) => kernels::LINEAR_FP8_MANY_128X2,
-            (192, 2) => kernels::LINEAR_FP8_MANY_192X2,
             _ => return None,
         };
         kernel.of(dtype)
@@ -138,7 +146,12 @@ impl Fp8ManyDivision {
         let splits = ROOM.iter().map(|&(splits, _)| splits);
         let all =
             splits.flat_map(|splits| SHAPES.map(move |shape| Fp8ManyDivision { shape, splits }));
+        // More than three blocks of a cluster are for products with few rows.
+        let is_few = |division: &Fp8ManyDivision| {
+            division.units(num_tokens, layout) * MAX_SPLITS < MULTIPROCESSORS as usize / 2
+        };
         all.filter(|division| division.splits <= num_stages(layout))
+            .filter(|division| division.splits <= MAX_SPLITS || is_few(division))
             .min_by_key(|division| (division.cost(num_tokens, layout), division.splits))
     }
 
@@ -148,16 +161,18 @@ impl Fp8ManyDivision {
 
     /// About how long the product takes, in units of 10 ns.
     pub(super) fn cost(&self, num_tokens: usize, layout: &TileLayout) -> usize {
+        let Shape { tokens, stage_cost, .. } = self.shape;
         let blocks = self.units(num_tokens, layout).saturating_mul(self.splits);
         let room = ROOM.iter().find(|&&(splits, _)| splits == self.splits);
         let room = room.map_or(1, |&(_, room)| room);
         let stages = num_stages(layout).div_ceil(self.splits);
-        let sum = if self.splits > 1 { SUM_COST } else { 0 };
-        // Blocks by themselves stay for several tiles, clusters begin anew.
-        let again = if self.splits > 1 { AGAIN_COST } else { 0 };
-        let tile = TILE_COST + sum + stages * self.shape.stage_cost;
+        // The sums of a cluster pass through shared memory, and blocks by themselves stay for several tiles,
+        // where clusters begin anew.
+        let (sum, again) = if self.splits > 1 { (50 + 2 * tokens, AGAIN_COST) } else { (0, 0) };
+        let stage = stage_cost + if num_tokens > tokens { REREAD_COST } else { 0 };
         let waves = blocks.div_ceil(room);
-        KERNEL_COST + waves.saturating_mul(tile) + waves.saturating_sub(1) * again
+        let work = waves.saturating_mul(TILE_COST + sum + stages * stage);
+        KERNEL_COST + together(work + waves.saturating_sub(1) * again, memory_cost(layout))
     }
 
     /// Launches the product; the operator ([`cuda_fp8`](super::cuda_fp8)) has checked the operands.
@@ -171,7 +186,7 @@ impl Fp8ManyDivision {
         out: &Tensor,
     ) -> Result<()> {
         let dtype = float("out", out)?;
-        let (layout, regions) = (weight.layout(), weight.regions());
+        let layout = weight.layout();
         let [num_tokens, n] = [0, 1].map(|i| out.shape().get(i).copied().unwrap_or(0));
         let Shape { tokens, groups, .. } = self.shape;
         let units = self.units(num_tokens as usize, layout);
@@ -194,56 +209,80 @@ impl Fp8ManyDivision {
         // Elements outside of x are copied more slowly than others.
         let token_box = tokens.min((num_tokens as usize).next_multiple_of(8));
         let (tiles, of_block) = (layout.num_tiles(), self.shape.tiles());
+        let maps = OperandMaps::new(cuda, x, weight, (token_box, token_box), of_block)?;
+        let params = Fp8ManyParams {
+            x: maps.x,
+            x_scales: maps.x_scales,
+            codes: maps.codes,
+            scales: maps.scales,
+            out: out.data(),
+            bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
+            ldo: n,
+            num_tokens: num_tokens as i32,
+            n: n as i32,
+            num_stages: num_stages(layout) as i32,
+            group_stages: group_stages(layout) as i32,
+            token_box: token_box as i32,
+            scale_type: scale_number(layout.format().scale),
+            epilogue: epilogue_number(epilogue),
+            row_tiles: tiles.div_ceil(of_block) as i32,
+            token_tiles: (num_tokens as usize).div_ceil(tokens) as i32,
+            token_group: GROUP_TOKENS.div_ceil(tokens) as i32,
+        };
+        let arguments = Arguments::new().value(&params);
+        // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+        // maps, and the stores are bounded by num_tokens and n.
+        unsafe { cuda.launch_clusters(kernel, launch, self.splits as u32, arguments) }
+    }
+}
+
+/// How the copy engine finds the operands of a product.
+pub(super) struct OperandMaps {
+    pub x: TensorMap,
+    pub x_scales: TensorMap,
+    pub codes: TensorMap,
+    pub scales: TensorMap,
+}
+
+impl OperandMaps {
+    /// The maps whose boxes have so many tokens of x and of its scales, and tiles of W, each of a stage.
+    /// Those who launch what reads them keep both operands until the stream has done it.
+    pub fn new(
+        cuda: &CudaContext,
+        x: &QuantisedInputs,
+        weight: &QuantisedTiles<'_>,
+        (x_box, scale_box): (usize, usize),
+        tiles: usize,
+    ) -> Result<Self> {
+        let (layout, regions) = (weight.layout(), weight.regions());
         let scale_bytes = if layout.format().scale == DType::F32 { 4 } else { 2 };
-        let token_rows = [num_tokens as usize, x.num_groups() * INPUT_GROUP];
-        let code_shape = [tiles, layout.num_chunks() * STAGE_ELEMENTS / 2];
-        let scale_shape = [tiles, layout.num_groups(), TILE_ROWS];
-        // SAFETY: the regions of the tiles have these sizes, as their layout says, and so have the
-        // codes and the scales of x; the caller of the operator keeps both until the stream has done
-        // this.
-        let params = unsafe {
-            Fp8ManyParams {
-                x: TensorMap::swizzled_bytes(cuda, x.codes(), token_rows, token_box)?,
-                x_scales: TensorMap::packed(
-                    cuda,
-                    x.scales(),
-                    4,
-                    [x.num_groups(), x.pitch()],
-                    [1, token_box],
-                )?,
+        let x_shape = [x.num_rows(), x.num_groups() * INPUT_GROUP];
+        let x_scale_shape = [x.num_groups(), x.pitch()];
+        let code_shape = [layout.num_tiles(), layout.num_chunks() * STAGE_ELEMENTS / 2];
+        let scale_shape = [layout.num_tiles(), layout.num_groups(), TILE_ROWS];
+        let scale_boxes = [tiles, 1, TILE_ROWS];
+        // SAFETY: the regions of the tiles have these sizes, as their layout says, and so have the codes and
+        // the scales of x; the caller of the operator keeps both until the stream has done this.
+        unsafe {
+            Ok(OperandMaps {
+                x: TensorMap::swizzled_bytes(cuda, x.codes(), x_shape, x_box)?,
+                x_scales: TensorMap::packed(cuda, x.scales(), 4, x_scale_shape, [1, scale_box])?,
                 codes: TensorMap::packed(
                     cuda,
                     regions.codes,
                     8,
                     code_shape,
-                    [of_block, STAGE_ELEMENTS],
+                    [tiles, STAGE_ELEMENTS],
                 )?,
                 scales: TensorMap::packed(
                     cuda,
                     regions.scales,
                     scale_bytes,
                     scale_shape,
-                    [of_block, 1, TILE_ROWS],
+                    scale_boxes,
                 )?,
-                out: out.data(),
-                bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
-                ldo: n,
-                num_tokens: num_tokens as i32,
-                n: n as i32,
-                num_stages: num_stages(layout) as i32,
-                group_stages: group_stages(layout) as i32,
-                token_box: token_box as i32,
-                scale_type: scale_number(layout.format().scale),
-                epilogue: epilogue_number(epilogue),
-                row_tiles: tiles.div_ceil(of_block) as i32,
-                token_tiles: (num_tokens as usize).div_ceil(tokens) as i32,
-                token_group: GROUP_TOKENS.div_ceil(tokens) as i32,
-            }
-        };
-        let arguments = Arguments::new().value(&params);
-        // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
-        // maps, and the stores are bounded by num_tokens and n.
-        unsafe { cuda.launch_clusters(kernel, launch, self.splits as u32, arguments) }
+            })
+        }
     }
 }
 
@@ -284,16 +323,16 @@ mod tests {
     #[test]
     fn the_division_is_one_that_was_fast() {
         for (num_tokens, rows, k, chosen) in [
-            (32, 6144, 4096, (32, 2, 2)),
+            (32, 6144, 4096, (32, 3, 3)),
             (32, 4096, 4096, (32, 2, 3)),
             (32, 24_576, 4096, (32, 3, 1)),
             (32, 4096, 12_288, (32, 2, 3)),
             (64, 24_576, 4096, (64, 3, 1)),
             (64, 4096, 12_288, (64, 2, 3)),
-            (128, 24_576, 4096, (128, 2, 1)),
+            (128, 4096, 4096, (64, 2, 2)),
+            (128, 6144, 4096, (64, 3, 2)),
+            (128, 4096, 12_288, (128, 2, 3)),
             (256, 4096, 12_288, (128, 2, 2)),
-            (2048, 4096, 4096, (128, 2, 1)),
-            (2048, 6144, 4096, (192, 2, 1)),
         ] {
             let layout = layout(rows, k);
             let Fp8ManyDivision { shape, splits } =

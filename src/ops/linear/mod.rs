@@ -6,12 +6,14 @@
 //! the residual stream) are fused into one kernel.
 
 pub mod cpu;
+mod cpu_byte_tiles;
 mod cpu_integer_rows;
 mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
 pub mod cuda_fp8;
 pub mod cuda_fp8_many;
+pub mod cuda_fp8_prefill;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_numbers;

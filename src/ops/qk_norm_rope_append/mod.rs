@@ -124,8 +124,7 @@ pub fn qk_norm_rope_append(
     let norms = how.check(element, num_tokens, head_dim)?;
     check("slots", kv.slots, ElementType::I32, &[num_tokens])?;
     let cache_shape = [num_blocks, block_size, num_kv_heads, stride];
-    check("the key cache", kv.k, element, &cache_shape)?;
-    check("the value cache", kv.v, element, &cache_shape)?;
+    let is_fp8 = kv.is_fp8(element, &cache_shape)?;
     if num_heads < 0 || head_dim > stride.min(MAX_HEAD_DIM) || head_dim % 2 != 0 || stride % 4 != 0
     {
         return Err(Error::internal(format!("heads of {head_dim} elements, {stride} apart")));
@@ -156,12 +155,14 @@ pub fn qk_norm_rope_append(
         max_position: int(max_position)?,
         eps: norms.eps,
     };
-    let (kernel, lanes) = match head_dim {
-        128 if stride == 128 => (kernels::QK_NORM_ROPE_APPEND_128, 16),
-        64 if stride == 64 => (kernels::QK_NORM_ROPE_APPEND_64, 8),
-        _ if head_dim % 4 == 0 => (kernels::QK_NORM_ROPE_APPEND_VEC, 32),
-        _ => (kernels::QK_NORM_ROPE_APPEND_SCALAR, 32),
+    use kernels::*;
+    let (dense, fp8, lanes) = match head_dim {
+        128 if stride == 128 => (QK_NORM_ROPE_APPEND_128, QK_NORM_ROPE_APPEND_FP8_128, 16),
+        64 if stride == 64 => (QK_NORM_ROPE_APPEND_64, QK_NORM_ROPE_APPEND_FP8_64, 8),
+        _ if head_dim % 4 == 0 => (QK_NORM_ROPE_APPEND_VEC, QK_NORM_ROPE_APPEND_FP8_VEC, 32),
+        _ => (QK_NORM_ROPE_APPEND_SCALAR, QK_NORM_ROPE_APPEND_FP8_SCALAR, 32),
     };
+    let kernel = if is_fp8 { fp8 } else { dense };
     let parts = (int(total_heads)? as u32).div_ceil(THREADS / lanes);
     if parts > 65535 {
         return Err(Error::unsupported(format!("{total_heads} heads are too many")));

@@ -9,38 +9,16 @@
 //! row has of the last 128, are all 0, so are the scale and the codes. Inputs that are not finite make
 //! their scale so, and with it every result of the row.
 
-use crate::backend::cpu::math::fp8_to_f32;
+pub use crate::backend::cpu::math::fp8_code;
+use crate::backend::cpu::math::{fp8_to_f32, LARGEST_FP8};
 
 /// The inputs that share a scale.
 pub const INPUT_GROUP: usize = 128;
-/// The largest number of e4m3.
-const LARGEST: f32 = 448.0;
-/// The code that is no number.
-const NAN_CODE: u8 = 0x7f;
-
-/// Returns the e4m3 code nearest to a number, of two the even one; those beyond 448 become 448.
-pub fn fp8_code(x: f32) -> u8 {
-    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
-    let size = x.abs();
-    if size.is_nan() {
-        return sign | NAN_CODE;
-    }
-    if size >= LARGEST {
-        return sign | 0x7e;
-    }
-    // In steps between neighbouring numbers: 8 of them begin at every power of 2, and below 2^-6
-    // they stay the same. A carry goes to the exponent, as it should.
-    let exponent = ((size.to_bits() >> 23) as i32 - 127).max(-6);
-    let step = f32::from_bits((130 - exponent) as u32 * (1 << 23));
-    let steps = (size * step).round_ties_even() as i32;
-    sign | ((exponent + 6) * 8 + steps).clamp(0, 0x7e) as u8
-}
-
 /// Returns the scale of some inputs that share one.
 pub fn input_scale(x: &[f32]) -> f32 {
     // As integers, sizes have the order of the numbers, and what is no number is larger than all.
     let bits = x.iter().fold(0, |bits, x| (x.to_bits() & 0x7fff_ffff).max(bits));
-    f32::from_bits(bits) / LARGEST
+    f32::from_bits(bits) / LARGEST_FP8
 }
 
 /// Replaces the inputs of a row by what they are in e4m3: `out[i] = code[i] * scale`, in f32.

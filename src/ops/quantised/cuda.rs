@@ -30,6 +30,7 @@ kernel_struct! {
         pairs_end: i32,
         code: i32,
         scale_type: i32,
+        are_pieces: i32,
     }
 }
 
@@ -165,6 +166,7 @@ pub fn dequantise(
         pairs_end,
         code: layout.format().code.number(),
         scale_type: scale_number(layout.format().scale),
+        are_pieces: layout.has_pieces().into(),
     };
     let chunk_blocks = u16::try_from(layout.num_chunks().div_ceil(BLOCK_CHUNKS));
     let chunk_blocks = u32::from(chunk_blocks.map_err(|_| too_large())?);

@@ -16,8 +16,7 @@ const ALIGNMENT: usize = 256;
 const WHAT: &str = "activations in 8 bits";
 
 /// The codes of activations `[num_rows, in_features]`, each row filled up to whole groups of inputs
-/// with zeros, and their scales `[num_groups, pitch]`, in f32, the rows being neighbours. The
-/// kernels read the codes of a row in an order of their own.
+/// with zeros, and their scales `[num_groups, pitch]`, in f32, the rows being neighbours.
 #[derive(Debug)]
 pub struct QuantisedInputs {
     memory: DeviceTensor,

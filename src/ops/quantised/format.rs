@@ -134,8 +134,10 @@ pub struct QuantFormat {
     pub has_zeros: bool,
     /// The type that holds all scales without rounding.
     pub scale: DType,
-    /// Whether products take their activations in e4m3 too, with a scale for each row and 128
-    /// inputs ([`activations`](super::activations)). [`Code::Fp8`] alone has this.
+    /// Whether products take their activations in 8 bits too. With [`Code::Fp8`] these are e4m3, with a
+    /// scale for each row and 128 inputs ([`activations`](super::activations)); with integers, of which
+    /// the CPU alone has this, they are integers, with a scale for each row and group, or each 128
+    /// inputs of a longer one.
     pub quantises_inputs: bool,
 }
 

@@ -16,6 +16,11 @@
 //!   * With 8 bits it has 512 bytes for either half, lane after lane: two words for each product, the
 //!     first with register 0 in its bytes 0 and 2 and register 1 in the others, the second with
 //!     registers 2 and 3 likewise.
+//!   * Where activations are quantised too, both operands of a product are codes, and none are
+//!     decoded: every 128 inputs have 2048 bytes, in pieces of 16 inputs of a row. Rows 0 to 7 come
+//!     first and then rows 8 to 15; of each half, piece after piece, the rows beside each other. That
+//!     is how `wgmma` takes an operand without a swizzle, and a lane of `mma.m16n8k32` has with two
+//!     loads what it needs for two products. There is an even number of chunks.
 //! * The scales of a tile are group after group, those of rows `g` and `g + 8` beside each other, of the
 //!   type that the format says.
 //! * The zeros are in the same order, a byte each; there are none unless groups have their own.
@@ -33,6 +38,10 @@ pub const CHUNK: usize = 64;
 /// The alignment of regions, in bytes.
 const ALIGNMENT: usize = 256;
 const LANES: usize = 32;
+/// The inputs of a row that lie beside each other, and those of a tile after which the next begin, where
+/// activations are quantised too.
+const PIECE: usize = 16;
+const PIECES_INPUTS: usize = 2 * CHUNK;
 
 /// The layout of the tiles of a quantised matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,8 +129,16 @@ impl TileLayout {
         }
     }
 
+    /// Whether codes lie in pieces of rows, as they do where activations are quantised too.
+    pub fn has_pieces(&self) -> bool {
+        self.format.quantises_inputs
+    }
+
     /// Returns the chunks of a tile.
     pub fn num_chunks(&self) -> usize {
+        if self.has_pieces() {
+            return self.in_features.div_ceil(PIECES_INPUTS) * (PIECES_INPUTS / CHUNK);
+        }
         self.in_features.div_ceil(CHUNK)
     }
 
@@ -226,6 +243,9 @@ impl TileLayout {
         rows: &[Option<usize>; TILE_ROWS],
         out: &mut [u8],
     ) {
+        if self.has_pieces() {
+            return self.pack_pieces(matrix, rows, out);
+        }
         let (low, high) = rows.split_at(TILE_ROWS / 2);
         for (chunk, out) in out.chunks_exact_mut(self.chunk_bytes()).enumerate() {
             for lane in 0..LANES {
@@ -247,6 +267,26 @@ impl TileLayout {
                         });
                         put(out, half * LANES * 16 + lane * 16, &words);
                     }
+                }
+            }
+        }
+    }
+
+    fn pack_pieces(
+        &self,
+        matrix: &QuantisedMatrix,
+        rows: &[Option<usize>; TILE_ROWS],
+        out: &mut [u8],
+    ) {
+        for (stage, out) in out.chunks_exact_mut(TILE_ROWS * PIECES_INPUTS).enumerate() {
+            for (index, out) in out.chunks_exact_mut(PIECE).enumerate() {
+                let (half, rest) = (index / (TILE_ROWS / 2 * 8), index % (TILE_ROWS / 2 * 8));
+                let (piece, row) = (rest / (TILE_ROWS / 2), rest % (TILE_ROWS / 2));
+                let row = rows.get(half * (TILE_ROWS / 2) + row).copied().flatten();
+                let place = stage * PIECES_INPUTS + piece * PIECE;
+                for (eight, out) in out.chunks_exact_mut(8).enumerate() {
+                    let codes = self.eight_codes(matrix, row, place + eight * 8);
+                    out.copy_from_slice(&codes.to_le_bytes());
                 }
             }
         }
@@ -473,6 +513,42 @@ mod tests {
                             let layout =
                                 TileLayout::new(out_features, in_features, format, is_gated);
                             check(&layout.unwrap(), &matrix);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn codes_that_meet_codes_lie_in_pieces() {
+        for (out_features, in_features) in [(8, 128), (24, 200), (16, 1), (40, 321)] {
+            let format = QuantFormat {
+                code: Code::Fp8,
+                group_size: 128,
+                has_zeros: false,
+                scale: DType::BF16,
+                quantises_inputs: true,
+            };
+            let mut matrix = QuantisedMatrix::empty(out_features, in_features, format).unwrap();
+            let codes = matrix.codes.iter_mut().enumerate();
+            codes.for_each(|(i, code)| *code = (i * 7 + i / 127 + 1) as u8);
+            for is_gated in [false, true] {
+                let layout = TileLayout::new(out_features, in_features, format, is_gated).unwrap();
+                let all = packed(&layout, &matrix);
+                let inputs = layout.num_chunks() * CHUNK;
+                assert_eq!(inputs, in_features.next_multiple_of(128));
+                for tile in 0..layout.num_tiles() {
+                    let codes = &all[layout.place(tile..tile + 1).codes];
+                    assert_eq!(codes.len(), inputs * TILE_ROWS);
+                    for row in 0..TILE_ROWS {
+                        for input in 0..inputs {
+                            let piece =
+                                input / 128 * 2048 + row / 8 * 1024 + input % 128 / 16 * 128;
+                            let code = codes[piece + row % 8 * 16 + input % 16];
+                            let of_row = layout.row(tile, row).filter(|_| input < in_features);
+                            let expected = of_row.map_or(0, |row| matrix.code(row, input));
+                            assert_eq!(code, expected, "{tile} {row} {input}");
                         }
                     }
                 }

@@ -2,13 +2,14 @@
 //! batch, chunks or threads.
 
 use crate::support::{
-    assert_close, assert_same_bits, backends, reference, rounded_all, Guarded, Random, Tolerance,
-    DTYPES,
+    assert_close, assert_same_bits, backends, fp8, reference, rounded_all, Guarded, Random,
+    Tolerance, DTYPES,
 };
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::{DType, HostBuffer, Pages};
 use xserv::ops::attention::cpu_paged::{attention, AttentionBatch, AttentionScratch};
 use xserv::ops::kv_cache::cpu::kv_cache_append;
+use xserv::ops::kv_cache::layout::KvFormat;
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 
 /// A cache, and sequences whose blocks are scattered over it.
@@ -95,13 +96,23 @@ impl Sequence {
 }
 
 fn layout(dtype: DType, num_kv_heads: usize, head_dim: usize) -> KvLayout {
-    KvLayout { dtype, num_layers: 3, num_kv_heads, head_dim }
+    KvLayout { dtype, format: KvFormat::Dense, num_layers: 3, num_kv_heads, head_dim }
+}
+
+const FORMATS: [KvFormat; 2] = [KvFormat::Dense, KvFormat::Fp8];
+
+/// Returns keys or values as the cache stores them.
+fn stored(layout: &KvLayout, x: &[f32]) -> Vec<f32> {
+    match layout.format {
+        KvFormat::Dense => rounded_all(x, layout.dtype),
+        KvFormat::Fp8 => fp8::round_all(x),
+    }
 }
 
 #[test]
 fn head_shapes_and_lengths() {
     let mut random = Random::new(10);
-    for dtype in DTYPES {
+    for (dtype, format) in DTYPES.into_iter().flat_map(|dtype| FORMATS.map(|f| (dtype, f))) {
         for (num_heads, num_kv_heads, head_dim) in [
             (4, 2, 16),
             (3, 3, 32),
@@ -113,13 +124,14 @@ fn head_shapes_and_lengths() {
             (2, 1, 2),
             (2, 2, 40),
         ] {
-            let layout = layout(dtype, num_kv_heads, head_dim);
+            let layout = KvLayout { format, ..layout(dtype, num_kv_heads, head_dim) };
             for (kv_len, q_len) in
                 [(1, 1), (31, 31), (32, 1), (33, 33), (65, 2), (70, 64), (100, 0)]
             {
                 let seq = Sequence::new(&mut random, kv_len, num_heads, &layout);
                 let q = &seq.q[(kv_len - q_len) * num_heads * head_dim..];
-                let [q_exact, k, v] = [q, &seq.k, &seq.v].map(|x| rounded_all(x, dtype));
+                let q_exact = rounded_all(q, dtype);
+                let [k, v] = [&seq.k, &seq.v].map(|x| stored(&layout, x));
                 let q_exact = if dtype == DType::BF16 { &q_exact[..] } else { q };
                 let scale = 1.0 / f64::from((head_dim as f32).sqrt());
                 let expected = reference::attention(
@@ -134,7 +146,7 @@ fn head_shapes_and_lengths() {
                     cache.append(&backend, 0, 0, &seq.k, &seq.v);
                     let out = cache.attend(&backend, q, num_heads, &[(0, q_len, kv_len)]);
                     let what = format!(
-                        "attention {dtype} {num_heads}/{num_kv_heads}x{head_dim} {q_len} of {kv_len} on {}",
+                        "attention {dtype} {format:?} {num_heads}/{num_kv_heads}x{head_dim} {q_len} of {kv_len} on {}",
                         backend.name()
                     );
                     let t = if dtype == DType::BF16 { 8e-3 } else { 2e-5 };
@@ -148,9 +160,9 @@ fn head_shapes_and_lengths() {
 #[test]
 fn a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads() {
     let mut random = Random::new(11);
-    for dtype in DTYPES {
+    for (dtype, format) in DTYPES.into_iter().flat_map(|dtype| FORMATS.map(|f| (dtype, f))) {
         for (num_heads, num_kv_heads, head_dim) in [(4, 2, 64), (3, 1, 48), (2, 2, 128)] {
-            let layout = layout(dtype, num_kv_heads, head_dim);
+            let layout = KvLayout { format, ..layout(dtype, num_kv_heads, head_dim) };
             let lens = [75usize, 1, 130, 33];
             let seqs: Vec<Sequence> = lens
                 .iter()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::support::device::{
     assert_near, cuda_context, decode, download, product, round, unit, Bench, HALVES,
 };
-use crate::support::{reference, rounded};
+use crate::support::{fp8, reference, rounded};
 use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
 use xserv::ops::attention::cuda_fused::{
@@ -40,6 +40,8 @@ type Both = (DeviceTensor, Vec<f64>);
 struct Sequences {
     /// Whether heads are normalised before they are rotated.
     has_norms: bool,
+    /// Whether the cache stores floats of 8 bits.
+    is_fp8: bool,
     bench: Bench,
     heads: Heads,
     lens: Vec<usize>,
@@ -67,6 +69,7 @@ impl Sequences {
         heads: Heads,
         (lens, table_len): (&[usize], usize),
         fault: Fault,
+        is_fp8: bool,
     ) -> Self {
         let (num_heads, num_kv_heads, head_dim) = heads;
         let seed = lens.iter().sum::<usize>() as u64 + 17;
@@ -112,11 +115,16 @@ impl Sequences {
             for (slots, &len) in slots_of.iter().zip(lens) {
                 for &slot in &slots[..position_of(len)] {
                     for value in &mut values[slot * row..(slot + 1) * row] {
-                        *value = round(dtype, bench.random.signed());
+                        let number = bench.random.signed();
+                        *value = if is_fp8 { fp8::round(number) } else { round(dtype, number) };
                     }
                 }
             }
-            (bench.of(&shape, &values), values)
+            let cache = match is_fp8 {
+                true => bench.fp8s(&shape, &values),
+                false => bench.of(&shape, &values),
+            };
+            (cache, values)
         });
 
         let mut new_slots: Vec<i32> =
@@ -130,6 +138,7 @@ impl Sequences {
         let told_lens: Vec<i32> = lens.iter().map(|&len| len as i32).collect();
         Sequences {
             has_norms: true,
+            is_fp8,
             heads,
             lens: lens.to_vec(),
             slots_of,
@@ -211,6 +220,19 @@ impl Sequences {
         self.raw(seq, num_heads + num_kv_heads, num_kv_heads)
     }
 
+    /// Returns the new key and value as they are multiplied. One of 8 bits is what the cache has: of a
+    /// number between two the wrong one may have been taken, and `check_cache` has seen that it is near.
+    fn new_row(&self, seq: usize) -> [Vec<f64>; 2] {
+        if !self.is_fp8 {
+            return [self.new_key(seq), self.new_value(seq).to_vec()];
+        }
+        let row = self.heads.1 * self.heads.2;
+        let slots = &self.slots_of[seq];
+        let slot = slots[slots.len() - 1];
+        let own = slot * row..(slot + 1) * row;
+        [&self.k.0, &self.v.0].map(|cache| self.bench.read(cache)[own.clone()].to_vec())
+    }
+
     /// Returns the attention of a sequence, rounded: [num_heads, head_dim].
     fn attention(&self, seq: usize) -> Vec<f64> {
         let row = self.heads.1 * self.heads.2;
@@ -219,8 +241,9 @@ impl Sequences {
             slots.iter().flat_map(|slot| cache[slot * row..(slot + 1) * row].to_vec()).collect()
         };
         let q = self.rotated(seq, 0, self.heads.0, &self.q_norm.1);
-        let k = [old(&self.k.1), self.new_key(seq)].concat();
-        let v = [&old(&self.v.1), self.new_value(seq)].concat();
+        let [new_key, new_value] = self.new_row(seq);
+        let k = [old(&self.k.1), new_key].concat();
+        let v = [old(&self.v.1), new_value].concat();
         let exact = reference::attention((&q, &k, &v), self.heads, true, self.scale().into());
         exact.into_iter().map(|x| round(self.bench.dtype, x)).collect()
     }
@@ -239,8 +262,19 @@ impl Sequences {
             is_new[own.clone()].fill(true);
             let bar = 2.0 * unit(self.bench.dtype);
             let what = format!("{what}: the key of sequence {seq}");
-            assert_near(&what, &k_after[own.clone()], &self.new_key(seq), bar);
-            assert!(v_after[own] == *self.new_value(seq), "{what}, and its value");
+            let (key, value) = (self.new_key(seq), self.new_value(seq));
+            if self.is_fp8 {
+                let most = key.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                for (got, want) in k_after[own.clone()].iter().zip(&key) {
+                    let sides = [-1.0, 1.0].map(|side| fp8::round(want + side * bar * most));
+                    assert!((sides[0]..=sides[1]).contains(got), "{what}: {got} for {want}");
+                }
+                let value: Vec<f64> = value.iter().map(|&x| fp8::round(x)).collect();
+                assert!(v_after[own] == value, "{what}, and its value");
+            } else {
+                assert_near(&what, &k_after[own.clone()], &key, bar);
+                assert!(v_after[own] == *value, "{what}, and its value");
+            }
         }
         for (before, after) in [(&self.k.1, &k_after), (&self.v.1, &v_after)] {
             let is_same = |a: &f64, b: &f64| a == b || (a.is_nan() && b.is_nan());
@@ -255,13 +289,13 @@ fn check_fused(
     dtype: DType,
     heads: Heads,
     (lens, table_len): (&[usize], usize),
-    (has_norms, fault): (bool, Fault),
+    (has_norms, fault, is_fp8): (bool, Fault, bool),
 ) {
     let (num_heads, _, head_dim) = heads;
     let what = format!(
-        "{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, norms: {has_norms}, {fault:?}"
+        "{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, norms: {has_norms}, {fault:?}, 8 bits: {is_fp8}"
     );
-    let mut all = Sequences::new(context, dtype, heads, (lens, table_len), fault);
+    let mut all = Sequences::new(context, dtype, heads, (lens, table_len), fault, is_fp8);
     all.has_norms = has_norms;
     let out = all.bench.poisoned(&[lens.len(), num_heads, head_dim]);
     let scratch = DecodeScratch::new(context, lens.len(), num_heads, head_dim).expect("memory");
@@ -325,8 +359,9 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
         for heads in [(16, 8, 128), (8, 2, 128), (7, 1, 128), (8, 8, 64), (14, 2, 64), (12, 1, 64)]
         {
             for batch in batches {
-                check_fused(&context, dtype, heads, batch, (true, Fault::None));
-                check_fused(&context, dtype, heads, batch, (false, Fault::None));
+                check_fused(&context, dtype, heads, batch, (true, Fault::None, false));
+                check_fused(&context, dtype, heads, batch, (false, Fault::None, false));
+                check_fused(&context, dtype, heads, batch, (true, Fault::None, true));
             }
         }
     }
@@ -341,7 +376,10 @@ fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
     }
     for fault in [Fault::Slot, Fault::Block, Fault::None] {
         for batch in [(&[700, 40][..], 32), (&[700, 40, 1, 2, 33], 66)] {
-            check_fused(&context, DType::BF16, (16, 8, 128), batch, (true, fault));
+            for is_fp8 in [false, true] {
+                let how = (true, fault, is_fp8);
+                check_fused(&context, DType::BF16, (16, 8, 128), batch, how);
+            }
         }
     }
 }
@@ -364,12 +402,14 @@ fn check_projected(
     context: &Arc<ComputeContext>,
     dtype: DType,
     len: usize,
-    (has_norms, fault): (bool, Fault),
+    (has_norms, fault, is_fp8): (bool, Fault, bool),
 ) {
     let (num_heads, num_kv_heads, head_dim) = HEADS;
-    let what = format!("{dtype} attention over {len} keys, norms: {has_norms}, {fault:?}");
+    let what = format!(
+        "{dtype} attention over {len} keys, norms: {has_norms}, {fault:?}, 8 bits: {is_fp8}"
+    );
     let table_len = len.div_ceil(BLOCK_SIZE).max(4).next_power_of_two();
-    let mut all = Sequences::new(context, dtype, HEADS, (&[len], table_len), fault);
+    let mut all = Sequences::new(context, dtype, HEADS, (&[len], table_len), fault, is_fp8);
     all.has_norms = has_norms;
     let (weight, weight_values) = all.bench.filled(&[HIDDEN, num_heads * head_dim], 0.05, 0.0);
     let sums = all.bench.f32s(&[num_kv_heads, HIDDEN], &vec![f64::NAN; num_kv_heads * HIDDEN]);
@@ -404,8 +444,9 @@ fn attention_with_the_output_projection_on_cuda_is_both() {
         // One key, tiles and blocks that are full or not, fewer tiles than blocks of a cluster and
         // more, and tables for short and long contexts.
         for len in [0, 1, 2, 15, 16, 17, 32, 33, 127, 129, 512, 1000, 2048, 2049, 4133] {
-            check_projected(&context, dtype, len, (true, Fault::None));
-            check_projected(&context, dtype, len, (false, Fault::None));
+            check_projected(&context, dtype, len, (true, Fault::None, false));
+            check_projected(&context, dtype, len, (false, Fault::None, false));
+            check_projected(&context, dtype, len, (true, Fault::None, true));
         }
     }
 }
@@ -414,8 +455,10 @@ fn attention_with_the_output_projection_on_cuda_is_both() {
 fn attention_with_the_output_projection_on_cuda_follows_no_bad_index() {
     let Some(context) = with_projection() else { return };
     for len in [33, 700, 3000] {
-        check_projected(&context, DType::BF16, len, (true, Fault::Slot));
-        check_projected(&context, DType::BF16, len, (true, Fault::Block));
+        for is_fp8 in [false, true] {
+            check_projected(&context, DType::BF16, len, (true, Fault::Slot, is_fp8));
+            check_projected(&context, DType::BF16, len, (true, Fault::Block, is_fp8));
+        }
     }
-    check_projected(&context, DType::BF16, 33, (true, Fault::None));
+    check_projected(&context, DType::BF16, 33, (true, Fault::None, false));
 }

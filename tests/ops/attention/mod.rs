@@ -2,5 +2,6 @@
 
 mod cpu;
 mod cpu_paged;
+mod fp8_cache;
 mod fused;
 mod tensors;

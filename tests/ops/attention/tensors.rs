@@ -8,12 +8,12 @@ use xserv::ffi::*;
 
 const BACKENDS: [xserv_attention_backend; 4] =
     [XSERV_ATTENTION_AUTO, XSERV_ATTENTION_NAIVE, XSERV_ATTENTION_FLASH, XSERV_ATTENTION_SPLIT_KV];
-const FUSED_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+pub(super) const FUSED_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
 /// Query heads, kv heads, elements of a head.
-type Heads = (usize, usize, usize);
+pub(super) type Heads = (usize, usize, usize);
 
-fn options(causal: bool, backend: xserv_attention_backend) -> xserv_attention_options {
+pub(super) fn options(causal: bool, backend: xserv_attention_backend) -> xserv_attention_options {
     // SAFETY: plain numbers and pointers, filled by the call.
     let mut options = unsafe {
         let mut options = std::mem::zeroed();
@@ -25,7 +25,7 @@ fn options(causal: bool, backend: xserv_attention_backend) -> xserv_attention_op
     options
 }
 
-fn call(
+pub(super) fn call(
     context: &Context,
     options: &xserv_attention_options,
     [q, k, v, out]: [&TestTensor<'_>; 4],
@@ -41,11 +41,13 @@ fn synchronize(context: &Context) {
 }
 
 /// Sequences one after the other.
-struct Case {
+pub(super) struct Case {
     q_lens: Vec<usize>,
     kv_lens: Vec<usize>,
     heads: Heads,
     element: Type,
+    /// What a block cache stores.
+    stored: Type,
     causal: bool,
     q: Vec<f64>,
     k: Vec<f64>,
@@ -54,7 +56,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(
+    pub(super) fn new(
         random: &mut Random,
         element: Type,
         heads: Heads,
@@ -68,9 +70,21 @@ impl Case {
         let q = normals(q_lens, num_heads);
         let (k, v) = (normals(kv_lens, num_kv_heads), normals(kv_lens, num_kv_heads));
         let (q_lens, kv_lens) = (q_lens.to_vec(), kv_lens.to_vec());
-        let mut case = Case { q_lens, kv_lens, heads, element, causal, q, k, v, want: Vec::new() };
+        let stored = element;
+        let mut case =
+            Case { q_lens, kv_lens, heads, element, stored, causal, q, k, v, want: Vec::new() };
         case.want = case.expected((dim as f64).powf(-0.5));
         case
+    }
+
+    /// Returns the case with keys and values that a cache stores as this type.
+    pub(super) fn stored_as(mut self, stored: Type) -> Case {
+        for values in [&mut self.k, &mut self.v] {
+            values.iter_mut().for_each(|x| *x = stored.round(*x));
+        }
+        self.stored = stored;
+        self.want = self.expected((self.heads.2 as f64).powf(-0.5));
+        self
     }
 
     fn expected(&self, scale: f64) -> Vec<f64> {
@@ -90,12 +104,13 @@ impl Case {
     /// become NaN.
     fn poisoned(&self, seqs: &[usize]) -> Case {
         let (num_heads, num_kv_heads, dim) = self.heads;
-        let Case { q_lens, kv_lens, heads, element, causal, q, k, v, want } = self;
+        let Case { q_lens, kv_lens, heads, element, stored, causal, q, k, v, want } = self;
         let mut case = Case {
             q_lens: q_lens.clone(),
             kv_lens: kv_lens.clone(),
             heads: *heads,
             element: *element,
+            stored: *stored,
             causal: *causal,
             q: q.clone(),
             k: k.clone(),
@@ -127,8 +142,8 @@ impl Case {
     }
 
     fn what(&self, form: &str, context: &Context) -> String {
-        let Case { q_lens, kv_lens, heads, element, causal, .. } = self;
-        let lens = format!("{q_lens:?} queries, {kv_lens:?} keys");
+        let Case { q_lens, kv_lens, heads, element, stored, causal, .. } = self;
+        let lens = format!("{q_lens:?} queries, {kv_lens:?} keys of {stored:?}");
         format!("{form} {element:?} {heads:?} {lens}, causal {causal}, on {}", context.name)
     }
 
@@ -204,7 +219,7 @@ impl Case {
     }
 
     /// Runs paged calls over blocks in a shuffled order; what no sequence owns is NaN.
-    fn paged(
+    pub(super) fn paged(
         &self,
         context: &Context,
         random: &mut Random,
@@ -217,7 +232,8 @@ impl Case {
         let tensor =
             |shape: &[i64], values: &[f64]| TestTensor::new(context, self.element, shape, values);
         let q = tensor(&q_shape, &self.q);
-        let (k, v) = (tensor(&cache.shape, &cache.k), tensor(&cache.shape, &cache.v));
+        let cached = |values: &[f64]| TestTensor::new(context, self.stored, &cache.shape, values);
+        let (k, v) = (cached(&cache.k), cached(&cache.v));
         let out = TestTensor::blank(context, self.element, &q_shape);
         let (tables, lens) = cache.indices(context, self);
         let q_ends = ends(context, &self.q_lens);

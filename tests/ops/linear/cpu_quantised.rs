@@ -30,13 +30,14 @@ pub fn formats(group_sizes: &[usize]) -> Vec<QuantFormat> {
             for (has_zeros, scale) in
                 [(false, DType::F16), (false, DType::F32), (!code.is_float(), DType::BF16)]
             {
-                all.push(QuantFormat {
-                    code,
-                    group_size,
-                    has_zeros,
-                    scale,
-                    quantises_inputs: false,
-                });
+                // Floats with quantised inputs have cases of their own.
+                for quantises_inputs in [false, !code.is_float()] {
+                    let format =
+                        QuantFormat { code, group_size, has_zeros, scale, quantises_inputs };
+                    if !all.contains(&format) {
+                        all.push(format);
+                    }
+                }
             }
         }
     }
@@ -57,9 +58,9 @@ fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
 }
 
 /// Rounds rows of `k` activations as a product does before it multiplies: with integer weights to
-/// 16 bits, by the largest of up to 128 inputs of a group.
+/// 16 or 8 bits, by the largest of up to 128 inputs of a group.
 fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
-    if format.quantises_inputs {
+    if format.quantises_inputs && format.code.is_float() {
         let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
         let groups = wide.chunks_exact(k).flat_map(|row| row.chunks(128));
         return groups.flat_map(in_e4m3).map(|x| x as f32).collect();
@@ -67,12 +68,13 @@ fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
     if format.code.is_float() {
         return x.to_vec();
     }
+    let most: f32 = if format.quantises_inputs { 127.0 } else { 32512.0 };
     let mut rounded = Vec::new();
     for row in x.chunks_exact(k) {
         for segment in row.chunks(format.group_size).flat_map(|group| group.chunks(128)) {
             let largest = segment.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-            let inverse = 32512.0 / largest;
-            let scale = f64::from(largest) / 32512.0;
+            let inverse = most / largest;
+            let scale = f64::from(largest) / f64::from(most);
             rounded.extend(
                 segment.iter().map(|x| (f64::from((x * inverse).round_ties_even()) * scale) as f32),
             );

@@ -56,12 +56,17 @@ fn multiply(
 }
 
 fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
+    check_blocks(context, case, 1, tokens);
+}
+
+fn check_blocks(context: &Arc<ComputeContext>, case: Case, scale_rows: usize, tokens: &[usize]) {
     let product = Product {
         rounded: &|x, k| x.chunks(k).flat_map(|row| row.chunks(128).flat_map(in_e4m3)).collect(),
         // The FP8 tensor cores cut the sums of 128 terms off after about 14 bits, so that many a result of
         // bf16 and most of f16 are rounded the other way.
         error: &|_, _, root| root * 2f64.powi(-8),
         most_flipped: &|dtype| if dtype == DType::BF16 { 0.25 } else { 1.0 },
+        scale_rows,
         multiply: &|x, weight, bias, epilogue, is_fixed, out| {
             multiply(context, x, weight, bias, epilogue, is_fixed, out)
         },
@@ -115,6 +120,34 @@ fn products_of_fp8_with_prompts_on_cuda() {
         let format = format(128, DType::F32);
         let case = Case { dtype, format, epilogue, has_bias: false, size: (72, 392) };
         check(&context, case, &[255, 256, 513, 2048, 2049]);
+    }
+}
+
+/// Rows that share scales, those of whole blocks of the kernels and not, and tokens and rows that do
+/// not fill what a kernel has of them.
+#[test]
+fn products_of_fp8_in_blocks_on_cuda() {
+    let Some(context) = context() else { return };
+    for dtype in HALVES {
+        for (scale_rows, scale, size) in [
+            (128, DType::BF16, (512, 640)),
+            (128, DType::F32, (200, 1000)),
+            (64, DType::F16, (330, 264)),
+            (24, DType::BF16, (256, 512)),
+        ] {
+            for epilogue in EPILOGUES {
+                let format = format(128, scale);
+                let case = Case { dtype, format, epilogue, has_bias: false, size };
+                check_blocks(&context, case, scale_rows, &[64, 100, 191, 193, 300]);
+            }
+        }
+        let format = format(ROW, DType::BF16);
+        for (epilogue, has_bias) in
+            [(Epilogue::Store, true), (Epilogue::AddResidual, false), (Epilogue::SwiGlu, false)]
+        {
+            let case = Case { dtype, format, epilogue, has_bias, size: (401, 776) };
+            check(&context, case, &[128, 321]);
+        }
     }
 }
 
@@ -266,6 +299,7 @@ fn fp8_products_of_few_rows_on_cuda_make_their_inputs() {
                     // As in `check`; a norm rounds some inputs, and then their codes, the other way.
                     error: &|_, _, root| root * 2f64.powi(if norm.is_some() { -6 } else { -8 }),
                     most_flipped: &|dtype| if dtype == DType::BF16 { 0.4 } else { 1.0 },
+                    scale_rows: 1,
                     multiply: &|x, weight, bias, epilogue, is_fixed, out| {
                         let num_tokens = x.shape()[0] as usize;
                         if !is_fixed && quantises_inputs(&context, num_tokens, weight.layout())? {

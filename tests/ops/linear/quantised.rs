@@ -57,6 +57,8 @@ pub struct Product<'a> {
     pub error: &'a dyn Fn(usize, f64, f64) -> f64,
     /// The share of results of a type that may be rounded the other way.
     pub most_flipped: &'a dyn Fn(DType) -> f64,
+    /// The rows that share a scale, as they do where a block of a weight has one.
+    pub scale_rows: usize,
     /// The operator.
     pub multiply: &'a Multiply<'a>,
 }
@@ -104,6 +106,7 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
         // The tolerance of f32: tensor cores truncate the sums of a product.
         error: &|k, size, _| size * 2e-7 * (k as f64).log2(),
         most_flipped: &|_| 0.03,
+        scale_rows: 1,
         multiply: &|x, weight, bias, epilogue, is_fixed, out| {
             linear_quantised(context, x, weight, bias, epilogue, is_fixed, out)
         },
@@ -124,7 +127,12 @@ pub fn check_product(
     let mut bench = Bench::with_room(context, dtype, (n + k) as u64, 192 << 20);
     let is_gated = epilogue == Epilogue::SwiGlu;
     let rows = if is_gated { 2 * n } else { n };
-    let matrix = random_matrix(&mut bench.random, rows, k, format, 1.5 / (k as f64).sqrt());
+    let mut matrix = random_matrix(&mut bench.random, rows, k, format, 1.5 / (k as f64).sqrt());
+    let num_groups = matrix.num_groups();
+    for row in 0..rows {
+        let first = row / product.scale_rows * product.scale_rows * num_groups;
+        matrix.scales.copy_within(first..first + num_groups, row * num_groups);
+    }
     let layout = TileLayout::new(rows, k, format, is_gated).expect("a layout");
     assert!(is_quantised_weight(&layout), "{case:?}: not what it is for");
     let memory = upload_tiles(&mut bench, &layout, &matrix);

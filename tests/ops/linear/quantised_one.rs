@@ -68,6 +68,7 @@ pub fn check_one(
             size * 2e-7 * (k as f64).log2() + flips
         },
         most_flipped: &|_| if norm.is_some() { 0.2 } else { 0.03 },
+        scale_rows: 1,
         multiply: &multiply,
     };
     check_product(context, case, &[1], &product);

@@ -332,6 +332,40 @@ typedef enum xserv_weights {
 } xserv_weights;
 
 /**
+ * What the KV cache stores.
+ */
+typedef enum xserv_kv_cache_format {
+  /**
+   * Keys and values of the type that is computed with, the dtype of the load.
+   */
+  XSERV_KV_CACHE_AS_COMPUTED = 0,
+  /**
+   * Floats of 8 bits (e4m3fn of the OCP standard, torch.float8_e4m3fn) without a scale: half the
+   * memory of bf16 for each token, so twice as many tokens, and half the bytes to read in a long
+   * context. A key or value of at least 2^-6 is kept to within a sixteenth, a smaller one to within
+   * 2^-10; those beyond 448 become 448, and what is no number stays none. Attention computes with the
+   * same type as without it.
+   */
+  XSERV_KV_CACHE_FP8 = 1,
+} xserv_kv_cache_format;
+
+/**
+ * What products with weights of integers take their activations as on the CPU.
+ */
+typedef enum xserv_activations {
+  /**
+   * Integers of 16 bits, with a scale for each group of inputs, or each 128 of a longer one: within
+   * 1/65024 of the largest activation of the group.
+   */
+  XSERV_ACTIVATIONS_AS_COMPUTED = 0,
+  /**
+   * Integers of 8 bits with such scales, within 1/254 of the largest activation of the group. Prompts are
+   * faster, most with long groups, where the processor multiplies bytes (AMX, VNNI).
+   */
+  XSERV_ACTIVATIONS_INT8 = 1,
+} xserv_activations;
+
+/**
  * The severity of a log message.
  */
 typedef enum xserv_log_level {
@@ -533,8 +567,9 @@ typedef struct xserv_load_options {
    */
   uint32_t device_index;
   /**
-   * An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
-   * another value converts the weights while they are read.
+   * An xserv_dtype: the type that is computed with, and of weights and KV cache unless the weights are
+   * quantised or kv_cache_format says otherwise. Default XSERV_DTYPE_AUTO; another value converts the
+   * weights while they are read.
    */
   uint32_t dtype;
   /**
@@ -658,7 +693,34 @@ typedef struct xserv_load_options {
    */
   uint32_t embeddings;
   /**
-   * Unused, 0.
+   * An xserv_kv_cache_format: what the KV cache stores; default XSERV_KV_CACHE_AS_COMPUTED. With
+   * deterministic on a GPU, XSERV_KV_CACHE_FP8 costs decoding a pass over all keys and values that
+   * widens them.
+   */
+  uint32_t kv_cache_format;
+  /**
+   * A file in which the matrices that weights and embeddings quantise are kept for later loads, on whatever
+   * device; NUL-terminated UTF-8, NULL (default): none. If the file is not there, the load makes it, under
+   * another name beside it until it is complete; several loads may do so at once. If it is there, the
+   * matrices are read from it and what they were made from is not. A file that does not fit (a version,
+   * options, or a model other than those it was made with, a damaged or another file) is refused with
+   * XSERV_STATUS_INVALID_FILE and never overwritten: remove it to have it made anew. One that cannot be
+   * written, as where the disk is full, fails the load with XSERV_STATUS_IO.
+   *
+   * The model is known again by the names, sizes, modification times and headers of its weight files; where
+   * a time differs, as after a copy, by checksums of its tensors, which are then read. A change that leaves
+   * all of these is not noticed. Refused without weights or embeddings that are quantised at load, and with
+   * random_weights. xserv_plan does not look at the file.
+   */
+  const char *kept_weights;
+  /**
+   * An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at load or stored so)
+   * take their activations as on the CPU; default XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a
+   * GPU, it changes nothing.
+   */
+  uint32_t activations;
+  /**
+   * Must be 0.
    */
   uint32_t reserved;
 } xserv_load_options;
@@ -820,7 +882,8 @@ static inline void xserv_load_options_default(xserv_load_options *options) {
  * XSERV_STATUS_NO_DEVICE.
  *
  * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
+ * NUL; `model` is writable.
  */
 XSERV_MUST_USE
 enum xserv_status xserv_load(const char *path,
@@ -1010,7 +1073,7 @@ typedef struct xserv_memory_plan {
    */
   uint32_t device_index;
   /**
-   * The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
+   * The xserv_dtype that is computed with (see xserv_load_options), never XSERV_DTYPE_AUTO.
    */
   uint32_t dtype;
   /**
@@ -1078,7 +1141,8 @@ typedef struct xserv_memory_plan {
  * memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
  * free memory, which starts it in this process; where there is none, or no driver, only
  * max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
- * on this machine. Progress and log callbacks of the options are not called.
+ * on this machine. Progress and log callbacks of the options are not called. The file of kept_weights is
+ * neither read nor made: what is planned does not depend on it.
  *
  * A model that does not fit is a success here: see fits, minimum_bytes and memory_bytes. (On the
  * CPU without max_memory_bytes, xserv_load tries all the same: the system may have more memory to
@@ -1095,8 +1159,8 @@ typedef struct xserv_memory_plan {
  * XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
  *
  * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for
- * the struct_size that it claims.
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
+ * NUL; `plan` is writable for the struct_size that it claims.
  */
 XSERV_MUST_USE
 enum xserv_status xserv_plan(const char *path,
