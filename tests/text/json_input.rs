@@ -1,7 +1,8 @@
 //! The messages, tools and variables that callers pass.
 
+use super::support::Watch;
 use serde_json::json;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use xserv::text::{
     parse_messages, parse_tools, parse_variables, ChatInput, ChatTemplate, SpecialTokens,
 };
@@ -31,7 +32,7 @@ fn errors_name_the_message() {
 
 #[test]
 fn size_and_depth_are_bounded() {
-    let begin = Instant::now();
+    let begin = Watch::start();
     let deep =
         format!("[{{\"role\": \"u\", \"x\": {}{}}}]", "[".repeat(100_000), "]".repeat(100_000));
     assert!(message_of(deep.as_bytes()).contains("recursion limit"));

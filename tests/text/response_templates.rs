@@ -8,7 +8,7 @@ use serde_json::{json, Value};
 use xserv::text::{AnswerRules, ResponseTemplate, TemplateRules, ToolTypes};
 
 use super::answers::{assert_cuts_do_not_matter, streamed};
-use super::support::{json as read_json, own};
+use super::support::{json as read_json, own, Watch};
 
 fn golden() -> Value {
     read_json(&own("answers/templates.json"))
@@ -183,14 +183,6 @@ proptest! {
     }
 }
 
-/// Processor time of this thread.
-fn cpu_seconds() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the struct is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
 /// Expressions that explode in other engines, and long texts for them.
 #[test]
 fn neither_templates_nor_texts_take_long() {
@@ -216,13 +208,13 @@ fn neither_templates_nor_texts_take_long() {
     for template in &templates {
         let template = ResponseTemplate::new(template).expect("a template");
         for text in &texts {
-            let begin = cpu_seconds();
+            let begin = Watch::start();
             let rules = rules_of(&template, &text[..SIZE / 64], &Value::Null);
             let whole = streamed(&rules, [text.as_str()]);
             let places: Vec<usize> =
                 text.char_indices().map(|(at, _)| at).step_by(7).chain([text.len()]).collect();
             let cut = streamed(&rules, places.windows(2).map(|pair| &text[pair[0]..pair[1]]));
-            let took = cpu_seconds() - begin;
+            let took = begin.elapsed().as_secs_f64();
             assert_eq!(cut, whole);
             // Twice, in a build for tests and on a busy machine.
             if took > 6.0 {

@@ -3,7 +3,24 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use xserv::text::{SpecialTokens, Tokenizer};
+use xserv::thread_state::thread_cpu_time;
+
+/// Measures the processor time of the thread that started it: unlike a clock it does not run while other programs do.
+pub struct Watch {
+    began: Duration,
+}
+
+impl Watch {
+    pub fn start() -> Self {
+        Watch { began: thread_cpu_time() }
+    }
+
+    pub fn elapsed(&self) -> Duration {
+        thread_cpu_time() - self.began
+    }
+}
 
 /// Returns a file or folder of the reference data, or a printed word that it is not there.
 fn data(variable: &str, default: &str) -> Option<PathBuf> {

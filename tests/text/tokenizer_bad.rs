@@ -1,9 +1,9 @@
 //! Tokenizer files that mean harm, or are broken: an error that names the thing, soon, and no
 //! panic that gets through.
 
-use super::support::own;
+use super::support::{own, Watch};
 use serde_json::{json, Value};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use xserv::error::ErrorKind;
 use xserv::text::Tokenizer;
 
@@ -13,7 +13,7 @@ fn valid() -> Value {
 }
 
 fn load(file: &Value) -> xserv::error::Result<Tokenizer> {
-    let begin = Instant::now();
+    let begin = Watch::start();
     let result = Tokenizer::from_bytes(&serde_json::to_vec(file).unwrap(), None);
     assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
     result
@@ -36,7 +36,7 @@ fn refused(what: &str, part: &str, change: impl FnOnce(&mut Value)) {
 fn survives(what: &str, change: impl FnOnce(&mut Value)) {
     let mut file = valid();
     change(&mut file);
-    let begin = Instant::now();
+    let begin = Watch::start();
     let outcome = load(&file).and_then(|tokenizer| {
         let long = "ab ".repeat(2000);
         for text in ["", "a", "the <|end|> quick", "日本語", &long] {
@@ -174,7 +174,7 @@ fn added_tokens() {
     text.pop();
     text.push_str("]}");
     assert!(text.len() < 64 << 20);
-    let begin = Instant::now();
+    let begin = Watch::start();
     let error = Tokenizer::from_bytes(text.as_bytes(), None).unwrap_err();
     assert!(error.message().contains("more than 16384 entries"), "{error}");
     assert!(begin.elapsed() < Duration::from_secs(2));
@@ -343,14 +343,14 @@ fn a_text_is_given_up_when_it_takes_too_long() {
     let tokenizer = load(&file).unwrap();
     assert!(tokenizer.encode("the quick brown fox", false, true).is_ok());
     let text = "éü".repeat(20_000);
-    let begin = Instant::now();
+    let begin = Watch::start();
     let error = tokenizer.encode(&text, false, true).map(|ids| ids.len()).unwrap_err();
     assert!(error.message().contains("ms of processor time"), "{error}");
     assert_eq!(error.kind(), ErrorKind::InvalidFile);
     // A second and a third of one, by its length.
     assert!(begin.elapsed() < Duration::from_secs(8), "{:?}", begin.elapsed());
 
-    let begin = Instant::now();
+    let begin = Watch::start();
     let is_late = || begin.elapsed() > Duration::from_millis(50);
     let error = tokenizer.encode_prompt(&text, false, true, usize::MAX, &is_late).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Cancelled);
@@ -363,7 +363,7 @@ fn quadratic_searches_are_given_up() {
     for pattern in ["(?=[^é]*é)x", "(?:[^é](?=[^é]*é)|[^é](?=[^é]*é|))*é"] {
         let mut file = valid();
         file["pre_tokenizer"] = split(pattern);
-        let begin = Instant::now();
+        let begin = Watch::start();
         match load(&file) {
             Ok(tokenizer) => {
                 let outcome = tokenizer.encode(&"ab ".repeat(300_000), false, true);

@@ -1,7 +1,6 @@
 //! Long texts: linear time, and the same tokens as in one piece.
 
-use super::support::{golden, own, real_tokenizers, tokenizer};
-use std::time::Instant;
+use super::support::{golden, own, real_tokenizers, tokenizer, Watch};
 use xserv::text::MAX_TEXT_BYTES;
 
 #[test]
@@ -23,7 +22,7 @@ fn long_texts_take_linear_time() {
             ("almost special tokens", "<|endoftex"),
         ] {
             let text = unit.repeat((1 << 20) / unit.len());
-            let begin = Instant::now();
+            let begin = Watch::start();
             let ids = tokenizer.encode(&text, false, true).unwrap();
             let elapsed = begin.elapsed();
             println!("{name}, 1 MiB of {what}: {} tokens, {elapsed:?}", ids.len());
@@ -40,7 +39,7 @@ fn ten_megabytes() {
     let Some(folder) = real_tokenizers() else { return };
     let tokenizer = tokenizer(&folder.join("qwen3"));
     let text = "It was the best of times; it was the worst of times (1859).\n".repeat(170_000);
-    let begin = Instant::now();
+    let begin = Watch::start();
     let ids = tokenizer.encode(&text, false, true).unwrap();
     println!("{} MB: {} tokens in {:?}", text.len() / 1_000_000, ids.len(), begin.elapsed());
     assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
@@ -152,14 +151,14 @@ fn memory_child() {
     };
     let folder = real_tokenizers().unwrap();
     for name in ["qwen3", "gpt2"] {
-        let begin = Instant::now();
+        let begin = Watch::start();
         let tokenizer = tokenizer(&folder.join(name));
         println!("\n{name} loaded in {:?}: {} KiB", begin.elapsed(), peak());
         for unit in
             ["the quick brown fox ", "a", "你好世界，", "7", "\n", "!", "🎉", "<|endoftext|>"]
         {
             let text = unit.repeat(2_000_000 / unit.len());
-            let begin = Instant::now();
+            let begin = Watch::start();
             let ids = tokenizer.encode(&text, false, true).unwrap();
             println!("{unit:?}: {} tokens, {:?}, {} KiB", ids.len(), begin.elapsed(), peak());
             assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
