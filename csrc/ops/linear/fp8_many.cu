@@ -14,6 +14,7 @@
 // Tokens behind the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
+#include "common/named_barrier.cuh"
 #include "common/pdl.cuh"
 #include "common/tma_cluster.cuh"
 #include "common/wgmma.cuh"
@@ -133,9 +134,8 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
         }
       }
     }
-    // The barriers of the sums; these warps do not join the others, which have more registers.
+    // The meetings of the cluster; these warps do not join the others, which have more registers.
     if (num_splits == 1) return;
-    __syncthreads();
     meet(num_splits);
     meet(num_splits);
   } else {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     if (num_splits == 1) return;
     // The sums take the place of the ring. No copy is under way: every stage has been waited for.
     float4* staging = reinterpret_cast<float4*>(shared);
-    __syncthreads();
+    named_sync(1, S::kWarps * 32);
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const float* v = total + j * 4;

@@ -17,6 +17,7 @@
 
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
+#include "common/named_barrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 #include "common/tma_cluster.cuh"
@@ -238,9 +239,8 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
         if (++slot == kStages) slot = 0, parity ^= 1;
       }
     }
-    // The barriers of the sums; these warps do not join the others, which have more registers.
+    // The meetings of the cluster; these warps do not join the others, which have more registers.
     if (num_splits == 1) return;
-    __syncthreads();
     meet(num_splits);
     meet(num_splits);
   } else {
@@ -386,7 +386,7 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     }
     // The sums take the place of the ring. No copy is under way: every stage has been waited for.
     float4* staging = reinterpret_cast<float4*>(shared);
-    __syncthreads();
+    named_sync(1, S::kWarps * 32);
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const float* v = total + j * 4;
