@@ -71,12 +71,16 @@ class AsyncTest(unittest.TestCase):
 class Readers(AsyncTest):
     def test_a_second_task_is_refused_and_the_first_goes_on(self):
         async def both():
-            stream = self.model.generate_async("Once", **SHORT)
-            first = asyncio.ensure_future(stream.wait())
-            await asyncio.sleep(0)
-            with self.assertRaisesRegex(RuntimeError, "another task is reading this stream"):
-                await stream.__anext__()
-            return await first
+            with xserv.Model(MODEL, max_batch_size=1) as model:
+                # The model computes the other one until it is closed: the stream has no event before that.
+                other = model.generate_async("Once", **LONG)
+                stream = model.generate_async("Once", **SHORT)
+                first = asyncio.ensure_future(stream.wait())
+                await asyncio.sleep(0)
+                with self.assertRaisesRegex(RuntimeError, "another task is reading this stream"):
+                    await stream.__anext__()
+                other.close()
+                return await first
 
         self.assertEqual(run(both()).text, self.expected)
 
