@@ -27,9 +27,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The number in the SONAME; `src/ffi/version.rs` says the same to C, and a test compares the two.
 const ABI_VERSION: u32 = 1;
 
-/// Machine code for every generation from Ampere on, and PTX for later ones. `a` and `f` targets
-/// have instructions of one chip or family that plain ones lack.
-const ALL_ARCHS: &str = "80,86,89,90a,100f,120f,ptx80,ptx90";
+/// Machine code for every generation from Ampere on, and PTX for later ones. `a` targets have
+/// instructions of one chip that plain ones lack.
+const ALL_ARCHS: &str = "80,86,89,90a,100,120,ptx90";
+
+/// The PTX of which machine code for plain targets is made, and that which a source names besides
+/// (`__CUDA_ARCH__ >= 890`): the newest one that the target runs. Making PTX is two thirds of a compilation.
+const PTX_VERSIONS: [u32; 2] = [80, 90];
+
+/// What the sources ask to distinguish versions.
+const VERSION_CHECK: &str = "__CUDA_ARCH__ >= ";
 
 /// Kernels are compiled two at a time: one compilation takes up to 1 GB.
 const PARALLEL_COMPILATIONS: usize = 2;
@@ -106,34 +113,36 @@ fn kernels() {
     let mut sources = Vec::new();
     files(&folder, "cu", &mut sources);
     sources.sort();
-    let arguments = arguments();
     // Debug and release builds, and checkouts whose target folder is copied, share what is compiled: a kernel
     // depends on its source, the headers that it includes and the arguments alone.
     let cache = out.ancestors().nth(4).unwrap_or(&out).join("kernels");
     std::fs::create_dir_all(&cache).unwrap_or_else(|e| panic!("{}: {e}", cache.display()));
     let mut common = DefaultHasher::new();
     version(&nvcc).hash(&mut common);
-    arguments.hash(&mut common);
 
     let next = AtomicUsize::new(0);
-    let fatbins: Vec<PathBuf> = sources
+    let jobs: Vec<(PathBuf, Vec<String>)> = sources
         .iter()
         .map(|source| {
             let mut hasher = common.clone();
-            with_headers(source, &folder).iter().for_each(|file| read(file).hash(&mut hasher));
+            let files: Vec<_> =
+                with_headers(source, &folder).iter().map(|file| read(file)).collect();
+            let arguments = arguments(&files);
+            (&files, &arguments).hash(&mut hasher);
             let name = key(source, &folder).replace('/', "-");
-            cache.join(format!("{name}-{:016x}.fatbin", hasher.finish()))
+            (cache.join(format!("{name}-{:016x}.fatbin", hasher.finish())), arguments)
         })
         .collect();
     std::thread::scope(|scope| {
         for _ in 0..PARALLEL_COMPILATIONS {
             scope.spawn(|| loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
-                let (Some(source), Some(fatbin)) = (sources.get(index), fatbins.get(index)) else {
+                let (Some(source), Some(job)) = (sources.get(index), jobs.get(index)) else {
                     return;
                 };
+                let (fatbin, arguments) = job;
                 if !fatbin.exists() || !names_of(fatbin).exists() {
-                    compile(&nvcc, &folder, &arguments, source, fatbin);
+                    compile(&nvcc, &folder, arguments, source, fatbin);
                 }
             });
         }
@@ -141,7 +150,7 @@ fn kernels() {
 
     let mut text = String::from("&[\n");
     let mut compiled = BTreeMap::new();
-    for (source, fatbin) in sources.iter().zip(&fatbins) {
+    for (source, (fatbin, _)) in sources.iter().zip(&jobs) {
         let names = String::from_utf8_lossy(&read(&names_of(fatbin))).into_owned();
         compiled.insert(key(source, &folder), names.lines().map(str::to_string).collect());
         let key = key(source, &folder);
@@ -212,24 +221,38 @@ fn compile(nvcc: &Path, folder: &Path, arguments: &[String], source: &Path, fatb
     std::fs::rename(&unfinished, fatbin).unwrap_or_else(|e| panic!("{}: {e}", fatbin.display()));
 }
 
-fn arguments() -> Vec<String> {
+/// The arguments of nvcc for a source whose text and headers are `files`.
+fn arguments(files: &[Vec<u8>]) -> Vec<String> {
     let fixed = "-std=c++17 -O3 --fatbin --compress-mode=size -Werror all-warnings";
     let mut arguments: Vec<String> = fixed.split(' ').map(str::to_string).collect();
     arguments.push("-I.".to_string()); // of csrc
                                        // ptxas says which kernels it compiles; see `kernel_list`.
     arguments.extend(["-Xptxas", "-v"].map(str::to_string));
     for arch in archs() {
-        let (number, code) = match arch.strip_prefix("ptx") {
-            Some(number) => (number, "compute"),
-            None => (arch.as_str(), "sm"),
+        let (ptx, code) = match (arch.strip_prefix("ptx"), arch.parse()) {
+            (Some(number), _) => (number.to_string(), format!("compute_{number}")),
+            (None, Ok(number)) => (ptx_for(number, files).to_string(), format!("sm_{number}")),
+            (None, Err(_)) => (arch.clone(), format!("sm_{arch}")),
         };
         arguments.push("-gencode".to_string());
-        arguments.push(format!("arch=compute_{number},code={code}_{number}"));
+        arguments.push(format!("arch=compute_{ptx},code={code}"));
     }
     if let Some(flags) = variable("XSERV_NVCC_FLAGS") {
         arguments.extend(flags.split_whitespace().map(str::to_string));
     }
     arguments
+}
+
+/// The version of PTX of which machine code for `target`, such as 86, is made.
+fn ptx_for(target: u32, files: &[Vec<u8>]) -> u32 {
+    let mut versions = PTX_VERSIONS.to_vec();
+    for file in files {
+        for text in String::from_utf8_lossy(file).split(VERSION_CHECK).skip(1) {
+            let digits = text.split(|c: char| !c.is_ascii_digit()).next().unwrap_or_default();
+            versions.extend(digits.parse::<u32>().map(|number| number / 10));
+        }
+    }
+    versions.into_iter().filter(|&version| version <= target).max().unwrap_or(target)
 }
 
 /// Returns the targets to compile for, such as `90a` and `ptx90`.
