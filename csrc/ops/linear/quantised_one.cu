@@ -1,11 +1,14 @@
 // Linear layers with weights of 4 or 8 bits (quantised.cuh) for one token on Hopper, which may normalise it first.
 //
-// One token waits for instructions rather than for memory, and this kernel has the fewest: codes are multiplied as
-// the bytes that they are. x is made integers of 16 bits (integer_inputs.cuh), whose high and low bytes are two
+// One token waits for instructions rather than for memory, and this kernel has the fewest. Integers are multiplied as
+// the bytes that they are: x is made integers of 16 bits (integer_inputs.cuh), whose high and low bytes are two
 // columns of one product of bytes, so that
 //   sum_k x[k] (code[k] - zero) = 2^e (256 sum_k high[k] code[k] + sum_k low[k] code[k] - zero sum_k q[k])
 // is exact but for the rounding of x to q. Of a word of 4-bit codes two instructions take those of the lane's two
 // rows; the second row's stay where they are, as 16 times their value.
+//
+// Weights of FP8 and x (fp8_inputs.cuh) are multiplied as numbers of f16. The products of 128 inputs are summed by the
+// tensor cores, multiplied by their scales, and added up in f32. Where x becomes FP8 too, fp8.cu is faster.
 //
 // The warps of a block, and of a cluster of two where there are few tiles, share the inputs of every tile. A warp
 // makes the inputs that it multiplies, so that without a norm no thread waits for another before the sums. The tiles
@@ -15,6 +18,7 @@
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"
 #include "common/pdl.cuh"
+#include "ops/linear/fp8_inputs.cuh"
 #include "ops/linear/integer_inputs.cuh"
 
 namespace xserv {
@@ -51,7 +55,9 @@ constexpr int kTilesUnderWay = kQuantisedWarps;
 // kUnits: scales of a stage and row.
 template <typename T, Code kCode, int kUnits>
 __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
-  constexpr bool kIsInt4 = kCode == Code::kInt4;
+  constexpr bool kIsInt4 = kCode == Code::kInt4, kIsFloat = is_float(kCode);
+  static_assert(!kIsFloat || kUnits == 1, "128 inputs share the power of two of x");
+  using Inputs = std::conditional_t<kIsFloat, Fp8Inputs<T>, IntegerInputs<T, kUnits, kIsInt4>>;
   constexpr int kStageInputs = 128, kStageChunks = kStageInputs / 64, kBlocks = kStageInputs / 32;
   constexpr int kStageBytes = kStageInputs * 16 * (kIsInt4 ? 4 : 8) / 8, kWords = kStageBytes / 512;
   constexpr int kThreads = kQuantisedWarps * 32;
@@ -69,8 +75,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
   const bool is_f32 = scale_type == ScaleType::kF32, has_zeros = p.zeros != nullptr;
   const uint64_t policy = weight_policy();
 
-  // Shared memory has the barriers of all rings, the rings, the bytes of x and its sums. A slot of a ring has the codes
-  // of its stages, then the scales and the zeros of their units.
+  // Shared memory has the barriers of all rings, the rings, what is made of x, and its sums or scales. A slot of a ring
+  // has the codes of its stages, then the scales and the zeros of their units.
   const int group_bytes = is_f32 ? 64 : 32;
   const int scales_at = p.slot_stages * kStageBytes;
   const int zeros_at = scales_at + p.slot_stages * kUnits * group_bytes;
@@ -118,7 +124,7 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
     if (next_stage == end) next_stage = begin, ++next_tile;
   };
   for (int i = 0; i < p.num_slots; ++i) fetch(i);
-  const IntegerInputs<T, kUnits, kIsInt4> inputs(p.norm_weight, p.k, begin, end, x_bytes, x_sums);
+  const Inputs inputs(p.norm_weight, p.k, begin, end, x_bytes, x_sums);
   dependency_launch();
   dependency_wait();
   inputs.make_all(p.x, p.k, p.eps, num_splits);
@@ -166,49 +172,73 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
       uint32_t codes = ring + slot * slot_bytes + lane * 16;
       uint32_t scales = ring + slot * slot_bytes + scales_at + row * (is_f32 ? 8 : 4);
       uint32_t zeros = ring + slot * slot_bytes + zeros_at + row * 2;
-      // Column 0 of the product has the high bytes, and the others the low ones.
-      uint32_t x = x_bytes + stage * (kStageInputs * 2) + min(row, 1) * 64 + quarter * 16;
+      // Column 0 of a product of integers has the high bytes, and the others the low ones.
+      uint32_t x = x_bytes + stage * (kStageInputs * 2) + (kIsFloat ? 0 : min(row, 1) * 64) + quarter * 16;
       uint32_t sums = x_sums + stage * kUnits * 8;
       mbarrier_wait(barriers + slot * 8, parity);
 #pragma unroll 1
       for (; stage < stop; ++stage) {
-        uint4 words[kWords];
-        const uint4 eights[2] = {shared_words(x), shared_words(x + 128)};
-        // Where the last stage has a single chunk, the other's inputs are zeros, and its codes may be anything.
+        if constexpr (kIsFloat) {
+          float products[4] = {};
+          // Where the last stage has a single chunk, the place of the other has anything, also what is no number.
+          const int num_blocks = 2 * stage + 1 < p.num_chunks ? kBlocks : kBlocks / 2;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) words[w] = shared_words(codes + w * 512);
+          for (int block = 0; block < kBlocks; ++block) {
+            if (block >= num_blocks) continue;
+            const uint4 v = shared_words(codes + block * 512);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            uint32_t a[2][4];  // of two products
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-          const uint2 scale_words = shared_pair(scales + u * group_bytes, is_f32);
-          const uint32_t zero = has_zeros ? shared_half(zeros + u * 16) : kIsInt4 ? 0x0808u : 0x8080u;
-          const uint2 unit = shared_pair(sums + u * 8, true);
-          int products[4] = {};
-#pragma unroll
-          for (int block = u * kBlocks / kUnits; block < (u + 1) * kBlocks / kUnits; ++block) {
-            const uint4& e = eights[block / 2];
-            uint32_t a[4];
-            if constexpr (kIsInt4) {
-              const uint4& w = words[block / 2];
-              const uint32_t first = block % 2 ? w.z : w.x, second = block % 2 ? w.w : w.y;
-              constexpr uint32_t kFirstRow = 0x0f0f0f0fu;
-              a[0] = first & kFirstRow, a[1] = first & ~kFirstRow, a[2] = second & kFirstRow, a[3] = second & ~kFirstRow;
-            } else {
-              const uint4& w = words[block];
-              a[0] = __byte_perm(w.x, w.y, 0x6420), a[1] = __byte_perm(w.x, w.y, 0x7531);
-              a[2] = __byte_perm(w.z, w.w, 0x6420), a[3] = __byte_perm(w.z, w.w, 0x7531);
+            for (int i = 0; i < 4; ++i) {
+              e4m3_to_f16(__byte_perm(words[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
             }
-            mma_m16n8k32(products, a, block % 2 ? e.z : e.x, block % 2 ? e.w : e.y);
+            const uint4 numbers = shared_words(x + block * 64);
+            mma_m16n8k16<__half>(products, a[0], numbers.x, numbers.y);
+            mma_m16n8k16<__half>(products, a[1], numbers.z, numbers.w);
           }
-          // None of these is beyond 2^30: 128 integers of 14 bits times 16 times a code of 4 bits or a code of 8.
-          constexpr int kSecondRow = kIsInt4 ? 16 : 1;
-          const int unit_sum = static_cast<int>(unit.x);
-          const int first_zero = zero & 255, second_zero = kIsInt4 ? zero >> 4 & 0xf0 : zero >> 8;
-          const float first = static_cast<float>(products[0] * 256 + products[1] - first_zero * unit_sum);
-          const float second = static_cast<float>(products[2] * 256 + products[3] - second_zero * unit_sum);
-          const float2 scale = scale_pair(scale_words, scale_type);
-          const float down = __uint_as_float(unit.y);
-          sum.x = fmaf(first * down, scale.x, sum.x);
-          sum.y = fmaf(second * (down * (1.0f / kSecondRow)), scale.y, sum.y);
+          const float2 scale = scale_pair(shared_pair(scales, is_f32), scale_type);
+          const float of_x = shared_float(sums);
+          sum.x = fmaf(products[0], of_x * scale.x, sum.x);
+          sum.y = fmaf(products[2], of_x * scale.y, sum.y);
+        } else {
+          uint4 words[kWords];
+          const uint4 eights[2] = {shared_words(x), shared_words(x + 128)};
+          // Where the last stage has a single chunk, the other's inputs are zeros, and its codes may be anything.
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) words[w] = shared_words(codes + w * 512);
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+            const uint2 scale_words = shared_pair(scales + u * group_bytes, is_f32);
+            const uint32_t zero = has_zeros ? shared_half(zeros + u * 16) : kIsInt4 ? 0x0808u : 0x8080u;
+            const uint2 unit = shared_pair(sums + u * 8, true);
+            int products[4] = {};
+#pragma unroll
+            for (int block = u * kBlocks / kUnits; block < (u + 1) * kBlocks / kUnits; ++block) {
+              const uint4& e = eights[block / 2];
+              uint32_t a[4];
+              if constexpr (kIsInt4) {
+                const uint4& w = words[block / 2];
+                const uint32_t first = block % 2 ? w.z : w.x, second = block % 2 ? w.w : w.y;
+                constexpr uint32_t kFirstRow = 0x0f0f0f0fu;
+                a[0] = first & kFirstRow, a[1] = first & ~kFirstRow, a[2] = second & kFirstRow, a[3] = second & ~kFirstRow;
+              } else {
+                const uint4& w = words[block];
+                a[0] = __byte_perm(w.x, w.y, 0x6420), a[1] = __byte_perm(w.x, w.y, 0x7531);
+                a[2] = __byte_perm(w.z, w.w, 0x6420), a[3] = __byte_perm(w.z, w.w, 0x7531);
+              }
+              mma_m16n8k32(products, a, block % 2 ? e.z : e.x, block % 2 ? e.w : e.y);
+            }
+            // None of these is beyond 2^30: 128 integers of 14 bits times 16 times a code of 4 bits or a code of 8.
+            constexpr int kSecondRow = kIsInt4 ? 16 : 1;
+            const int unit_sum = static_cast<int>(unit.x);
+            const int first_zero = zero & 255, second_zero = kIsInt4 ? zero >> 4 & 0xf0 : zero >> 8;
+            const float first = static_cast<float>(products[0] * 256 + products[1] - first_zero * unit_sum);
+            const float second = static_cast<float>(products[2] * 256 + products[3] - second_zero * unit_sum);
+            const float2 scale = scale_pair(scale_words, scale_type);
+            const float down = __uint_as_float(unit.y);
+            sum.x = fmaf(first * down, scale.x, sum.x);
+            sum.y = fmaf(second * (down * (1.0f / kSecondRow)), scale.y, sum.y);
+          }
         }
         codes += kStageBytes, x += kStageInputs * 2, sums += kUnits * 8;
         scales += kUnits * group_bytes, zeros += kUnits * 16;
@@ -244,13 +274,14 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
           const __grid_constant__ xserv::QuantisedOneParams params) {        \
     xserv::quantised_one<T, xserv::Code::CODE, UNITS>(params);               \
   }
-#define XSERV_QUANTISED_ONE_UNITS(CODE_NAME, CODE)                 \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 1, f16, __half)             \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 1, bf16, __nv_bfloat16)     \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 2, f16, __half)             \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 2, bf16, __nv_bfloat16)     \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 4, f16, __half)             \
-  XSERV_QUANTISED_ONE(CODE_NAME, CODE, 4, bf16, __nv_bfloat16)
-XSERV_QUANTISED_ONE_UNITS(int4, kInt4)
-XSERV_QUANTISED_ONE_UNITS(int8, kInt8)
+#define XSERV_QUANTISED_ONE_UNITS(CODE_NAME, CODE, UNITS)            \
+  XSERV_QUANTISED_ONE(CODE_NAME, CODE, UNITS, f16, __half)           \
+  XSERV_QUANTISED_ONE(CODE_NAME, CODE, UNITS, bf16, __nv_bfloat16)
+XSERV_QUANTISED_ONE_UNITS(int4, kInt4, 1)
+XSERV_QUANTISED_ONE_UNITS(int4, kInt4, 2)
+XSERV_QUANTISED_ONE_UNITS(int4, kInt4, 4)
+XSERV_QUANTISED_ONE_UNITS(int8, kInt8, 1)
+XSERV_QUANTISED_ONE_UNITS(int8, kInt8, 2)
+XSERV_QUANTISED_ONE_UNITS(int8, kInt8, 4)
+XSERV_QUANTISED_ONE_UNITS(fp8, kFp8, 1)
 #endif

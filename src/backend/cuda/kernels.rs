@@ -441,6 +441,7 @@ kernels! {
         LINEAR_QUANTISED_MANY_INT8_64_96X2 "xserv_linear_quantised_many_int8_64_96x2" f16 bf16;
     }
     "linear/quantised_one" {
+        LINEAR_QUANTISED_ONE_FP8_1 "xserv_linear_quantised_one_fp8_1" f16 bf16;
         LINEAR_QUANTISED_ONE_INT4_1 "xserv_linear_quantised_one_int4_1" f16 bf16;
         LINEAR_QUANTISED_ONE_INT4_2 "xserv_linear_quantised_one_int4_2" f16 bf16;
         LINEAR_QUANTISED_ONE_INT4_4 "xserv_linear_quantised_one_int4_4" f16 bf16;

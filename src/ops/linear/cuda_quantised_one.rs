@@ -121,15 +121,18 @@ impl Division {
     }
 }
 
-fn kernel(code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
-    quantised_kernels::one(code, scales)?.of(dtype)
+fn kernel(layout: &TileLayout, dtype: DType) -> Option<Kernel> {
+    let (format, (scales, _)) = (layout.format(), stage_units(layout));
+    // Where activations become FP8, another kernel is faster, and codes are in another order.
+    let is_served = !(format.code.is_float() && format.quantises_inputs);
+    quantised_kernels::one(format.code, scales).filter(|_| is_served)?.of(dtype)
 }
 
 /// Whether the kernel serves products of one token with a weight.
 pub fn has_quantised_one(context: &ComputeContext, layout: &TileLayout) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
-    Ok(!layout.format().code.is_float()
-        && is_quantised_weight(layout)
+    Ok(is_quantised_weight(layout)
+        && kernel(layout, DType::BF16).is_some()
         && Division::choose(layout, Chip::of(cuda)).is_some()
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_ONE_INT4_1.bf16)?)
 }
@@ -143,8 +146,9 @@ pub fn has_quantised_one(context: &ComputeContext, layout: &TileLayout) -> Resul
 /// squares, x is first normalised, as
 /// [`rms_norm_rounded`](crate::ops::rms_norm::cuda_rounded::rms_norm_rounded) does.
 ///
-/// x is rounded to integers of 15 bits with a power of two for 128 inputs, so by at most 2^-14 of the
-/// largest of these; nothing else but the result is rounded.
+/// For weights of integers x is rounded to integers of 15 bits with a power of two for 128 inputs, so by at
+/// most 2^-14 of the largest of these; for weights of floats to numbers of f16 with such a power, which keep
+/// all bits of bf16 down to 2^-30 of the largest. Nothing else but the result is rounded.
 pub fn linear_quantised_one(
     context: &ComputeContext,
     x: &Tensor,
@@ -174,7 +178,7 @@ pub fn linear_quantised_one(
     let cuda: &CudaContext = cuda(context)?;
     let (scales, group_factor) = stage_units(layout);
     let chosen = Division::choose(layout, Chip::of(cuda)).and_then(|division| {
-        let kernel = kernel(layout.format().code, scales, dtype)?;
+        let kernel = kernel(layout, dtype)?;
         Some((division, kernel, division.launch(layout)?))
     });
     let Some((division, kernel, launch)) = chosen else {
@@ -245,9 +249,8 @@ mod tests {
                     assert!(launch.shared_bytes as usize + RESERVED_BYTES <= 227 << 10);
                     assert!(division.blocks.is_multiple_of(division.splits));
                     assert!(division.blocks / division.splits <= layout.num_tiles() as u64);
-                    let (scales, _) = stage_units(&layout);
-                    assert!(kernel(code, scales, DType::BF16).is_some());
-                    assert!(kernel(code, scales, DType::F16).is_some());
+                    assert!(kernel(&layout, DType::BF16).is_some());
+                    assert!(kernel(&layout, DType::F16).is_some());
                 }
             }
         }

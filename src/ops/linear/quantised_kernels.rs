@@ -107,6 +107,7 @@ pub(super) fn one(code: Code, scales: usize) -> Option<KernelByHalf> {
         (Code::Int8, 1) => kernels::LINEAR_QUANTISED_ONE_INT8_1,
         (Code::Int8, 2) => kernels::LINEAR_QUANTISED_ONE_INT8_2,
         (Code::Int8, 4) => kernels::LINEAR_QUANTISED_ONE_INT8_4,
+        (Code::Fp8, 1) => kernels::LINEAR_QUANTISED_ONE_FP8_1,
         _ => return None,
     })
 }

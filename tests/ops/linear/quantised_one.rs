@@ -1,5 +1,6 @@
-//! Products of one token with quantised weights on Hopper, whose inputs become integers, against products in
-//! f64 of the same integers with the exact numbers of the weights, rounded where Transformers rounds.
+//! Products of one token with quantised weights on Hopper, whose inputs become integers unless the weights
+//! are floats, against products in f64 of the same integers, or of the inputs, with the exact numbers of the
+//! weights, rounded where Transformers rounds.
 
 use std::sync::Arc;
 
@@ -53,6 +54,13 @@ pub fn check_one(
         let norm = norm.map(|(norm, _)| (&**norm, EPS));
         linear_quantised_one(context, x, norm, weight, bias, epilogue, out)
     };
+    let in_integers = |x: &[f64], k: usize| {
+        if case.format.code.is_float() {
+            x.to_vec()
+        } else {
+            in_integers(x, k)
+        }
+    };
     let product = Product {
         rounded: &|x, k| match norm {
             None => in_integers(x, k),
@@ -96,6 +104,9 @@ fn products_of_one_token_are_normalised_first() {
             (Code::Int8, 128, DType::BF16, (40, 8)),
             (Code::Int8, 96, DType::F16, (24, 12_288)),
             (Code::Int4, 256, DType::F16, (2200, 2560)),
+            (Code::Fp8, 128, DType::F32, (136, 4096)),
+            (Code::Fp8, ROW, DType::BF16, (24, 1544)),
+            (Code::Fp8, 256, DType::F16, (6144, 1024)),
         ] {
             let mut bench = Bench::with_room(&context, dtype, size.1 as u64, 1 << 20);
             let (norm, norm_values) = bench.filled(&[size.1], 2.0, 0.0);
@@ -109,7 +120,7 @@ fn products_of_one_token_are_normalised_first() {
             }
         }
     }
-    println!("{served} of 42 products have the kernel for one token");
+    println!("{served} of 60 products have the kernel for one token");
 }
 
 /// The largest and the smallest inputs, and none at all: what is no number is not hidden.
@@ -117,11 +128,12 @@ fn products_of_one_token_are_normalised_first() {
 fn products_of_one_token_take_inputs_of_any_size() {
     let Some(context) = context() else { return };
     let (n, k) = (16, 512);
-    for dtype in HALVES {
+    for (dtype, code) in HALVES.iter().flat_map(|&d| [Code::Int4, Code::Fp8].map(|code| (d, code)))
+    {
         let format = QuantFormat {
-            code: Code::Int4,
+            code,
             group_size: 128,
-            has_zeros: true,
+            has_zeros: !code.is_float(),
             scale: DType::F32,
             quantises_inputs: false,
         };
@@ -151,7 +163,7 @@ fn products_of_one_token_take_inputs_of_any_size() {
         assert!(product(&x).iter().all(|y| y.is_finite()));
         for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             x[300] = bad;
-            assert!(product(&x).iter().all(|y| !y.is_finite()), "{bad} was hidden");
+            assert!(product(&x).iter().all(|y| !y.is_finite()), "{bad} was hidden from {code:?}");
         }
     }
 }
