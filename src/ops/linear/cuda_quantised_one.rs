@@ -256,6 +256,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn floats_have_a_kernel_unless_their_activations_become_floats_too() {
+        for (group_size, quantises_inputs, is_served) in [
+            (128, false, true),
+            (256, false, true),
+            (usize::MAX, false, true),
+            (64, false, false),
+            (128, true, false),
+        ] {
+            let format = QuantFormat {
+                code: Code::Fp8,
+                group_size,
+                has_zeros: false,
+                scale: DType::F32,
+                quantises_inputs,
+            };
+            let layout = TileLayout::new(1003, 1544, format, false).unwrap();
+            assert_eq!(kernel(&layout, DType::BF16).is_some(), is_served, "{format:?}");
+        }
+    }
+
     /// The faster of one and two blocks on a multiprocessor, when both were measured.
     #[test]
     fn divisions_are_those_that_were_measured() {
