@@ -52,6 +52,26 @@ XSERV_LAYOUT_QuantisedOneParams;
 // The sums of so many tiles are under way.
 constexpr int kTilesUnderWay = kQuantisedWarps;
 
+// Adds the products of the first num_blocks of up to kBlocks times 32 inputs: codes of FP8 and numbers of f16, at the
+// places of a lane.
+template <int kBlocks>
+__device__ __forceinline__ void multiply_floats(float (&products)[4], uint32_t codes, uint32_t numbers, int num_blocks) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    if (block >= num_blocks) continue;
+    const uint4 v = shared_words(codes + block * 512);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    uint32_t a[2][4];  // of two products
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      e4m3_to_f16(__byte_perm(words[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+    }
+    const uint4 b = shared_words(numbers + block * 64);
+    mma_m16n8k16<__half>(products, a[0], b.x, b.y);
+    mma_m16n8k16<__half>(products, a[1], b.z, b.w);
+  }
+}
+
 // kUnits: scales of a stage and row.
 template <typename T, Code kCode, int kUnits>
 __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
@@ -182,20 +202,7 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
           float products[4] = {};
           // Where the last stage has a single chunk, the place of the other has anything, also what is no number.
           const int num_blocks = 2 * stage + 1 < p.num_chunks ? kBlocks : kBlocks / 2;
-#pragma unroll
-          for (int block = 0; block < kBlocks; ++block) {
-            if (block >= num_blocks) continue;
-            const uint4 v = shared_words(codes + block * 512);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            uint32_t a[2][4];  // of two products
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              e4m3_to_f16(__byte_perm(words[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
-            }
-            const uint4 numbers = shared_words(x + block * 64);
-            mma_m16n8k16<__half>(products, a[0], numbers.x, numbers.y);
-            mma_m16n8k16<__half>(products, a[1], numbers.z, numbers.w);
-          }
+          multiply_floats<kBlocks>(products, codes, x, num_blocks);
           const float2 scale = scale_pair(shared_pair(scales, is_f32), scale_type);
           const float of_x = shared_float(sums);
           sum.x = fmaf(products[0], of_x * scale.x, sum.x);

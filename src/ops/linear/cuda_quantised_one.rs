@@ -124,8 +124,10 @@ impl Division {
 fn kernel(layout: &TileLayout, dtype: DType) -> Option<Kernel> {
     let (format, (scales, _)) = (layout.format(), stage_units(layout));
     // Where activations become FP8, another kernel is faster, and codes are in another order.
-    let is_served = !(format.code.is_float() && format.quantises_inputs);
-    quantised_kernels::one(format.code, scales).filter(|_| is_served)?.of(dtype)
+    if format.code.is_float() && format.quantises_inputs {
+        return None;
+    }
+    quantised_kernels::one(format.code, scales)?.of(dtype)
 }
 
 /// Whether the kernel serves products of one token with a weight.
