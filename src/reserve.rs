@@ -21,10 +21,13 @@
 //!
 //! The allocator is that of the shared library. A Rust program that links the crate has it too, as
 //! a program has only one; one with an allocator of its own turns the feature `reserve` off.
+//!
+//! A build with debug assertions can tell a test of each allocation, and let it fail ([`watch`]).
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::OnceLock;
 
 /// The block sizes are powers of two, from this one on.
 const SMALLEST_BLOCK: usize = 64;
@@ -159,6 +162,37 @@ impl Reserve {
 
 static RESERVE: Reserve = Reserve::new();
 
+/// What a test is told of the allocations of all threads. The functions may allocate, but then they are called again.
+pub struct Watcher {
+    /// Is told the bytes of each allocation, and returns whether it may succeed; else the reserve does not serve it
+    /// either.
+    pub may_allocate: fn(usize) -> bool,
+    /// Is called for each block that is freed.
+    pub freed: fn(),
+}
+
+static WATCHER: OnceLock<Watcher> = OnceLock::new();
+
+/// Has `watcher` called from now on; one after the first is ignored. Builds without debug assertions, such as the
+/// shipped library, call none.
+pub fn watch(watcher: Watcher) {
+    let _ = WATCHER.set(watcher);
+}
+
+#[inline]
+fn watcher() -> Option<&'static Watcher> {
+    if cfg!(debug_assertions) {
+        WATCHER.get()
+    } else {
+        None
+    }
+}
+
+#[inline]
+fn may_allocate(bytes: usize) -> bool {
+    watcher().is_none_or(|watcher| (watcher.may_allocate)(bytes))
+}
+
 /// The system's allocator with the reserve behind it.
 pub struct Allocator;
 
@@ -167,6 +201,9 @@ pub struct Allocator;
 unsafe impl GlobalAlloc for Allocator {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if !may_allocate(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises.
         let pointer = unsafe { System.alloc(layout) };
         if pointer.is_null() {
@@ -177,6 +214,9 @@ unsafe impl GlobalAlloc for Allocator {
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if !may_allocate(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises.
         let pointer = unsafe { System.alloc_zeroed(layout) };
         if pointer.is_null() {
@@ -192,6 +232,9 @@ unsafe impl GlobalAlloc for Allocator {
 
     #[inline]
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        if let Some(watcher) = watcher() {
+            (watcher.freed)();
+        }
         match RESERVE.offset_of(pointer) {
             Some(offset) => RESERVE.put(offset),
             // SAFETY: the caller's promises; what is not of the reserve is of the system.
@@ -201,6 +244,9 @@ unsafe impl GlobalAlloc for Allocator {
 
     #[inline]
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        if !may_allocate(new_size) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller promises that the size, rounded up to the alignment, is no more than
         // isize::MAX.
         let new = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
@@ -238,6 +284,9 @@ static ALLOCATOR: Allocator = Allocator;
 pub(crate) fn vec_with_capacity<T>(capacity: usize) -> Option<Vec<T>> {
     let layout = Layout::array::<T>(capacity).ok()?;
     if cfg!(feature = "reserve") && layout.size() > LARGEST_FALLIBLE {
+        if !may_allocate(layout.size()) {
+            return None;
+        }
         // SAFETY: the size is not 0.
         let pointer = unsafe { System.alloc(layout) };
         // SAFETY: the memory is as large and as aligned as `capacity` elements need, and `ALLOCATOR`,

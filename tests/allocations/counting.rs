@@ -1,15 +1,11 @@
-//! An allocator that counts, and fails when it is told to.
+//! Counts what the library's allocator does, and lets it fail.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-struct Counting;
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use xserv::reserve::{watch, Watcher};
 
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
@@ -27,6 +23,17 @@ thread_local! {
 static FAILING_SIZE: AtomicUsize = AtomicUsize::new(0);
 /// Allocations that failed.
 static FAILURES: AtomicU64 = AtomicU64::new(0);
+
+/// To be called before anything is counted or to fail.
+pub fn begin() {
+    watch(Watcher {
+        may_allocate: |bytes| {
+            note(&ALLOCATIONS);
+            !is_to_fail(bytes)
+        },
+        freed: || note(&FREES),
+    });
+}
 
 /// Lets the allocation of this thread with this number fail while `body` runs, from 1. Returns whether there was one.
 pub fn fail_nth<T>(number: u64, body: impl FnOnce() -> T) -> (T, bool) {
@@ -100,40 +107,4 @@ fn note(counter: &AtomicU64) {
     }
     drop(first);
     IS_EXEMPT.set(false);
-}
-
-// SAFETY: the system's allocator does all that it asks for.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(&ALLOCATIONS);
-        if is_to_fail(layout.size()) {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        note(&ALLOCATIONS);
-        if is_to_fail(layout.size()) {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promises.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        note(&ALLOCATIONS);
-        if is_to_fail(new_size) {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promises.
-        unsafe { System.realloc(ptr, layout, new_size) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        note(&FREES);
-        // SAFETY: the caller's promises.
-        unsafe { System.dealloc(ptr, layout) }
-    }
 }

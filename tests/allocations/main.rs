@@ -1,11 +1,8 @@
 //! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
-//! asks the driver for no memory either. The allocator of this program counts what any thread but those of the tests
-//! does. It can also fail, to show which requests that ends.
-//!
-//! A program has one allocator, so these tests are of the library without its own:
-//! `cargo test --no-default-features --test allocations`.
+//! asks the driver for no memory either. The library's allocator tells what any thread but those of the tests does. It is
+//! also made to fail, to show which requests that ends.
 
-#![cfg(not(feature = "reserve"))]
+#![cfg(all(feature = "reserve", debug_assertions))]
 
 mod callers;
 mod counting;
@@ -51,6 +48,7 @@ fn begin() -> MutexGuard<'static, ()> {
 
 /// As `begin`, for a thread that is counted itself.
 fn lock() -> MutexGuard<'static, ()> {
+    counting::begin();
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
