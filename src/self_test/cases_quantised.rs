@@ -9,14 +9,18 @@ use crate::self_test::case::{bound, Case, Emit, Output, Values, FLOATS};
 
 const INTEGERS: ElementType = ElementType::I32;
 const F32: ElementType = ElementType::Float(DType::F32);
-const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
+
+/// Whether a matrix of these codes has zeros here: integers of few bits do.
+fn has_zeros(code: Code) -> bool {
+    !code.is_float() && code.bits() < 8
+}
 
 pub(super) fn emit(emit: &mut Emit<'_>) -> Result<()> {
     for dtype in FLOATS {
-        for code in [Code::Int4, Code::Int8] {
+        for code in Code::ALL.into_iter().filter(|code| !code.is_float()) {
             emit(quantise(dtype, code))?;
         }
-        for code in CODES {
+        for code in Code::ALL {
             emit(dequantise(dtype, code))?;
             for (in_features, has_bias) in [(96, true), (24, false)] {
                 emit(linear(dtype, code, in_features, has_bias))?;
@@ -42,10 +46,12 @@ impl Matrix {
     /// One in which every group of integers has the least code and the greatest.
     fn new(code: Code, rows: usize, columns: usize, group_rows: usize, group_size: usize) -> Self {
         let groups = columns.div_ceil(group_size);
-        let (least, count) = match code {
-            Code::Int4 => (0, 16),
-            Code::Int8 => (1, 255),
-            Code::Fp8 => (0x20, 0x40),
+        let (bits, has_zeros) = (code.bits(), has_zeros(code));
+        let (least, count) = match code.is_float() {
+            // Positive and of middling exponents.
+            true => (1 << (bits - 3), 1 << (bits - 2)),
+            false if has_zeros => (0, 1 << bits),
+            false => (1, (1 << bits) - 1),
         };
         let codes = (0..rows * columns).map(|i| match i % columns % group_size {
             0 => least as u8,
@@ -54,9 +60,9 @@ impl Matrix {
         });
         let num_scales = rows.div_ceil(group_rows) * groups;
         let exponents = (0..num_scales).map(|i| 2f64.powi((i * 5 % 7) as i32 - 6));
-        let zeros = (0..num_scales).map(|i| match code {
-            Code::Int4 => (i * 7 % 16) as i64,
-            Code::Int8 | Code::Fp8 => 128,
+        let zeros = (0..num_scales).map(|i| match has_zeros {
+            true => (i * 7 % (1 << bits)) as i64,
+            false => 1 << (bits - 1),
         });
         Matrix {
             code,
@@ -75,11 +81,13 @@ impl Matrix {
         let number = |(i, &code): (usize, &u8)| {
             let (row, column) = (i / self.columns, i % self.columns);
             let group = row / self.group_rows * groups + column / self.group_size;
-            let value = match self.code {
-                Code::Int4 | Code::Int8 => f64::from(code) - self.zeros[group] as f64,
+            let value = match self.code.mantissa_bits() {
+                None => f64::from(code) - self.zeros[group] as f64,
                 // Positive and normal, as all of them are.
-                Code::Fp8 => {
-                    (1.0 + f64::from(code & 7) / 8.0) * 2f64.powi(i32::from(code >> 3) - 7)
+                Some(bits) => {
+                    let bias = (1 << (self.code.bits() - 2 - bits)) - 1;
+                    let mantissa = f64::from(code) / 2f64.powi(bits as i32) % 1.0;
+                    (1.0 + mantissa) * 2f64.powi(i32::from(code >> bits) - bias)
                 }
             };
             value * self.scales[group]
@@ -105,14 +113,14 @@ impl Matrix {
         [rows as i64, self.columns.div_ceil(self.group_size) as i64]
     }
 
-    /// Codes, scales and of 4 bits zeros.
+    /// Codes, scales and, where there are any, zeros.
     fn inputs(&self) -> Vec<Values> {
         let (codes, groups) = (self.codes_shape(), self.groups_shape());
         let mut inputs = vec![
             Values::new(INTEGERS, &codes, self.words()),
             Values::new(F32, &groups, self.scales.clone()),
         ];
-        if self.code == Code::Int4 {
+        if has_zeros(self.code) {
             inputs.push(Values::integers(INTEGERS, &groups, &self.zeros));
         }
         inputs
@@ -132,7 +140,7 @@ fn quantise(dtype: DType, code: Code) -> Case {
         Output::exact(INTEGERS, &codes, matrix.words()),
         Output::exact(F32, &groups, matrix.scales.clone()),
     ];
-    if code == Code::Int4 {
+    if has_zeros(code) {
         let zeros = matrix.zeros.iter().map(|&zero| zero as f64).collect();
         outputs.push(Output::exact(INTEGERS, &groups, zeros));
     }
@@ -197,7 +205,7 @@ fn linear(dtype: DType, code: Code, in_features: usize, has_bias: bool) -> Case 
     let mut inputs = vec![x];
     inputs.extend(matrix.inputs());
     inputs.extend(has_bias.then_some(bias));
-    let has_zeros = code == Code::Int4;
+    let has_zeros = has_zeros(code);
     Case {
         operator: "linear_quantised",
         what,

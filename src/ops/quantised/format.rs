@@ -21,6 +21,15 @@ impl Code {
     /// All codes.
     pub const ALL: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
 
+    /// Returns the name of the code in files of kept weights and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Code::Int4 => "int4",
+            Code::Int8 => "int8",
+            Code::Fp8 => "fp8",
+        }
+    }
+
     /// Returns the bits of a code.
     pub const fn bits(self) -> usize {
         match self {
@@ -29,9 +38,18 @@ impl Code {
         }
     }
 
+    /// Returns the bits of the mantissa, if codes stand for floats; what is left beside the sign are those
+    /// of the exponent.
+    pub const fn mantissa_bits(self) -> Option<usize> {
+        match self {
+            Code::Int4 | Code::Int8 => None,
+            Code::Fp8 => Some(3),
+        }
+    }
+
     /// Whether codes stand for floats, which have no zeros.
     pub const fn is_float(self) -> bool {
-        matches!(self, Code::Fp8)
+        self.mantissa_bits().is_some()
     }
 
     /// Returns the zero of groups that state none: the middle of the integers.

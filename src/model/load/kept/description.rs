@@ -9,7 +9,7 @@ use super::source::SourceFile;
 use super::wanted::Wanted;
 use crate::error::{check_room, try_with_capacity, Error, Result};
 use crate::model::folder::shown_name;
-use crate::ops::quantised::{Code, QuantFormat};
+use crate::ops::quantised::QuantFormat;
 
 /// The key in the metadata of the safetensors file.
 pub(super) const KEY: &str = "xserv.kept_weights";
@@ -40,7 +40,7 @@ pub(super) struct Description {
 pub(super) struct Quantised {
     /// The name in the model's files.
     pub name: String,
-    /// "int4" or "int8".
+    /// `Code::name`.
     pub code: String,
     /// The inputs that share a scale, as they were asked for: a row may have fewer.
     pub group_size: u64,
@@ -73,21 +73,12 @@ struct Metadata {
     description: Option<String>,
 }
 
-/// Returns the name of a code in options and files.
-fn code_name(code: Code) -> &'static str {
-    match code {
-        Code::Int4 => "int4",
-        Code::Int8 => "int8",
-        Code::Fp8 => "fp8",
-    }
-}
-
 impl Quantised {
     /// Returns the description of a tensor before its checksums are known.
     pub fn of(wanted: &Wanted) -> Self {
         Quantised {
             name: wanted.source.name.clone(),
-            code: code_name(wanted.format.code).to_owned(),
+            code: wanted.format.code.name().to_owned(),
             group_size: wanted.format.group_size as u64,
             source_crc32: Checksum::default(),
             scales_crc32: Checksum::default(),
@@ -97,7 +88,7 @@ impl Quantised {
     }
 
     fn check_format(&self, format: &QuantFormat) -> Result<()> {
-        let asked = (code_name(format.code), format.group_size as u64);
+        let asked = (format.code.name(), format.group_size as u64);
         if (self.code.as_str(), self.group_size) == asked {
             return Ok(());
         }
