@@ -386,6 +386,23 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(GemvMmaParams, eps, 60, 4); \
   static_assert(sizeof(GemvMmaParams) == 64, "GemvMmaParams has another size in Rust")
 
+#define XSERV_LAYOUT_LinearNarrowParams \
+  XSERV_FIELD(LinearNarrowParams, x, 0, 8); \
+  XSERV_FIELD(LinearNarrowParams, norm_weight, 8, 8); \
+  XSERV_FIELD(LinearNarrowParams, weight, 16, 8); \
+  XSERV_FIELD(LinearNarrowParams, bias, 24, 8); \
+  XSERV_FIELD(LinearNarrowParams, out, 32, 8); \
+  XSERV_FIELD(LinearNarrowParams, ldx, 40, 8); \
+  XSERV_FIELD(LinearNarrowParams, ldw, 48, 8); \
+  XSERV_FIELD(LinearNarrowParams, ldo, 56, 8); \
+  XSERV_FIELD(LinearNarrowParams, num_tokens, 64, 4); \
+  XSERV_FIELD(LinearNarrowParams, out_features, 68, 4); \
+  XSERV_FIELD(LinearNarrowParams, in_features, 72, 4); \
+  XSERV_FIELD(LinearNarrowParams, steps, 76, 4); \
+  XSERV_FIELD(LinearNarrowParams, num_passes, 80, 4); \
+  XSERV_FIELD(LinearNarrowParams, eps, 84, 4); \
+  static_assert(sizeof(LinearNarrowParams) == 88, "LinearNarrowParams has another size in Rust")
+
 #define XSERV_LAYOUT_PrefillParams \
   XSERV_FIELD(PrefillParams, weight, 0, 128); \
   XSERV_FIELD(PrefillParams, x, 128, 128); \

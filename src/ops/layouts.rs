@@ -48,6 +48,7 @@ fn layouts() -> Vec<Layout> {
         kv_cache::cuda_swap::KvSwapParams::layout(),
         cuda_gemv::LinearGemvParams::layout(),
         cuda_gemv_mma::GemvMmaParams::layout(),
+        crate::ops::linear::cuda_narrow::LinearNarrowParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
         crate::ops::linear::cuda_fp8::Fp8Params::layout(),

@@ -53,17 +53,6 @@ XSERV_LAYOUT_GemvMmaParams;
 
 enum class GemvMma { kNorm, kSumsSwiglu, kResidual };
 
-// This does not use the read-only path of load_weight: ptxas (13.0) moves such reads after the wait, to
-// their first use, as it cannot know that they belong before it for speed; a step took a third longer
-// that way.
-__device__ __forceinline__ uint4 load_weight_here(const char* source, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source), "l"(policy)
-               : "memory");
-  return v;
-}
 __device__ __forceinline__ float2 load_sums(const float* source) {
   float2 v;
   asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(source) : "memory");
@@ -110,8 +99,8 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
                                        : first + 32 * 2;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      weights[i][0] = load_weight_here(first + i * kStep * 2, policy);
-      weights[i][1] = load_weight_here(second + i * kStep * 2, policy);
+      weights[i][0] = load_weight_in_order(first + i * kStep * 2, policy);
+      weights[i][1] = load_weight_in_order(second + i * kStep * 2, policy);
     }
   }
 

@@ -347,6 +347,13 @@ kernels! {
         LINEAR_GEMV_MMA_RESIDUAL "xserv_linear_gemv_mma_residual" f16 bf16;
         LINEAR_GEMV_MMA_SUMS_SWIGLU "xserv_linear_gemv_mma_sums_swiglu" f16 bf16;
     }
+    "linear/narrow" {
+        LINEAR_NARROW_NORM_16 "xserv_linear_narrow_norm_16" f16 bf16;
+        LINEAR_NARROW_NORM_8 "xserv_linear_narrow_norm_8" f16 bf16;
+        LINEAR_NARROW_RESIDUAL_16 "xserv_linear_narrow_residual_16" f16 bf16;
+        LINEAR_NARROW_RESIDUAL_8 "xserv_linear_narrow_residual_8" f16 bf16;
+        LINEAR_NARROW_SWIGLU_16 "xserv_linear_narrow_swiglu_16" f16 bf16;
+    }
     "linear/prefill" {
         LINEAR_PREFILL_HEADS_128X128_M "xserv_linear_prefill_heads_128x128_m" f16 bf16;
         LINEAR_PREFILL_HEADS_128X128_N "xserv_linear_prefill_heads_128x128_n" f16 bf16;

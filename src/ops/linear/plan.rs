@@ -9,6 +9,7 @@
 //!   the products.
 //! * One row of a small model, whose step is a chain of trips to memory rather than a stream: the
 //!   products run on tensor cores, and the output projection is fused into the attention.
+//! * A few rows of a narrow model: norms are fused into the products, which run on tensor cores.
 //! * Everything else: separate norms, which add what is pending, and products. Up to
 //!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel of the chain where it serves the weights,
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
@@ -34,6 +35,7 @@ use super::cuda_fp8::{
 };
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
+use super::cuda_narrow::{has_linear_narrow, linear_narrow, max_narrow_tokens, NARROW_TOKENS};
 use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
@@ -85,7 +87,11 @@ const WIDE: usize = 4096;
 const WIDE_FOR_INTEGERS: usize = 2560;
 /// Streams narrower than this have [`CHAIN_SHARED_PERCENT`] with such weights: a step of Qwen3-0.6B takes 9 %
 /// less with it, one of Qwen3-1.7B as long, and one of Qwen3-4B 2 % more (H200).
+const NARROW_FOR_INTEGERS: usize = 2048;
+/// Streams up to this width have the kernels for narrow models.
 const NARROW: usize = 2048;
+/// Up to this width they are faster for one and two rows too.
+const NARROWEST: usize = 1024;
 
 /// A product of a model, as [`LinearPlan::find`] asks for it.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +126,10 @@ pub struct LinearPlan {
     /// The most rows of a chain of which the norms are fused into the products.
     gemv_rows: usize,
     has_one_token: bool,
+    /// The most rows of a chain that are those of a narrow model.
+    narrow_rows: usize,
+    /// Whether the stream is as narrow as [`NARROWEST`].
+    is_narrowest: bool,
     has_prefill: bool,
     /// Whether the device has the kernel for quantised weights.
     has_quantised: bool,
@@ -141,6 +151,7 @@ enum Links {
     Chain,
     Gemv,
     OneToken,
+    Narrow,
 }
 
 /// The linear layers of one pass.
@@ -180,6 +191,7 @@ impl LinearPlan {
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
         let mut has_integers = false;
+        let mut narrow_rows = NARROW_TOKENS;
         let has_quantised = sizes.dtype != DType::F32 && has_linear_quantised(context)?;
         let has_fp8 = has_quantised && has_linear_fp8(context)?;
         for Product { weight, has_bias, epilogue, is_output } in products {
@@ -190,6 +202,10 @@ impl LinearPlan {
                 WeightFormat::Dense(_) => {
                     suit_chain &= is_skinny_weight(weight.data(), epilogue);
                     gemv_rows = gemv_rows.min(max_gemv_tokens(weight.data(), epilogue));
+                    // The output matrix is multiplied as in any chain.
+                    if !is_output {
+                        narrow_rows = narrow_rows.min(max_narrow_tokens(weight.data(), epilogue));
+                    }
                 }
                 WeightFormat::Quantised(layout) => {
                     suit_chain &= has_quantised
@@ -198,7 +214,7 @@ impl LinearPlan {
                             || (has_fp8 && is_fp8_weight(&layout)));
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
-                        gemv_rows = 0;
+                        (gemv_rows, narrow_rows) = (0, 0);
                         has_integers |= !layout.format().code.is_float();
                     }
                 }
@@ -211,6 +227,10 @@ impl LinearPlan {
             && sizes.hidden_size <= MAX_CHAIN_WIDTH;
         if !has_chain || is_deterministic || !has_linear_gemv(context)? {
             gemv_rows = 0;
+        }
+        let is_narrow = sizes.hidden_size <= NARROW && has_linear_narrow(context)?;
+        if !has_chain || is_deterministic || !is_narrow {
+            narrow_rows = 0;
         }
         let DecoderSizes { hidden_size, intermediate_size, .. } = *sizes;
         let has_one_token = gemv_rows > 0
@@ -227,6 +247,8 @@ impl LinearPlan {
             has_chain,
             gemv_rows,
             has_one_token,
+            narrow_rows,
+            is_narrowest: hidden_size <= NARROWEST,
             has_prefill,
             has_quantised,
             has_quantised_many: has_quantised_many(context)?,
@@ -257,6 +279,8 @@ impl LinearPlan {
     ) -> Result<LinearPass<'a>> {
         let links = if self.has_one_token && num_rows == 1 {
             Links::OneToken
+        } else if num_rows <= self.narrow_rows && (num_rows > self.gemv_rows || self.is_narrowest) {
+            Links::Narrow
         } else if num_rows <= self.gemv_rows {
             Links::Gemv
         } else if self.has_chain && num_rows <= MAX_CHAIN_ROWS {
@@ -314,7 +338,7 @@ impl LinearPass<'_> {
         queue: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let percent = match self.links {
-            Links::OneToken => ONE_ROW_SHARED_PERCENT,
+            Links::OneToken | Links::Narrow => ONE_ROW_SHARED_PERCENT,
             Links::Gemv if num_rows == 1 && (hidden_size < WIDE || self.plan.gemv_rows == 1) => {
                 ONE_ROW_SHARED_PERCENT
             }
@@ -322,7 +346,9 @@ impl LinearPass<'_> {
             Links::Chain if num_rows == 1 && self.plan.has_integers && self.plan.is_wide => {
                 INTEGERS_SHARED_PERCENT
             }
-            Links::Chain if num_rows == 1 && self.plan.has_integers && hidden_size < NARROW => {
+            Links::Chain
+                if num_rows == 1 && self.plan.has_integers && hidden_size < NARROW_FOR_INTEGERS =>
+            {
                 CHAIN_SHARED_PERCENT
             }
             Links::Apart | Links::Chain => return queue(),
@@ -363,6 +389,7 @@ impl LinearPass<'_> {
             }
             Links::Chain => self.in_chain(stream, norm, layer, Epilogue::Store, out)?,
             Links::Gemv => self.in_gemv(stream, norm, layer, Epilogue::Store, out)?,
+            Links::Narrow => self.in_narrow(stream, norm, layer, Epilogue::Store, out)?,
             Links::OneToken => {
                 let (norm, eps) = rms(norm)?;
                 let x = OneTokenLinear::Norm { norm, eps };
@@ -384,7 +411,7 @@ impl LinearPass<'_> {
     ) -> Result<()> {
         let epilogue = Epilogue::Store;
         match (self.links, layer.weight.format()) {
-            (Links::Gemv | Links::OneToken, WeightFormat::Quantised(_)) => {
+            (Links::Narrow, _) | (Links::Gemv | Links::OneToken, WeightFormat::Quantised(_)) => {
                 self.in_chain(stream, norm, layer, epilogue, out)?
             }
             (Links::OneToken, WeightFormat::Dense(_)) => {
@@ -476,6 +503,7 @@ impl LinearPass<'_> {
             }
             Links::Chain => self.in_chain(stream, norm, layer, epilogue, out)?,
             Links::Gemv => self.in_gemv(stream, norm, layer, epilogue, out)?,
+            Links::Narrow => self.in_narrow(stream, norm, layer, epilogue, out)?,
             Links::OneToken => {
                 let Pending::Sums(sums) = &stream.pending else {
                     return Err(Error::internal("an attention that has not projected"));
@@ -545,6 +573,10 @@ impl LinearPass<'_> {
             Links::Gemv => {
                 let weight = layer.weight.dense_data()?;
                 linear_gemv(self.context, x, None, weight, None, epilogue, &stream.hidden)?
+            }
+            Links::Narrow => {
+                let weight = layer.weight.dense_data()?;
+                linear_narrow(self.context, x, None, weight, None, epilogue, &stream.hidden)?
             }
             Links::OneToken => {
                 // What was pending went into `projected` on the way to x.
@@ -704,6 +736,20 @@ impl LinearPass<'_> {
         let bias = layer.bias.map(|bias| &**bias);
         let weight = layer.weight.dense_data()?;
         linear_gemv(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
+    }
+
+    fn in_narrow(
+        &self,
+        stream: &ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let norm = Some(rms(norm)?);
+        let bias = layer.bias.map(|bias| &**bias);
+        let weight = layer.weight.dense_data()?;
+        linear_narrow(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is

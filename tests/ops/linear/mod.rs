@@ -3,8 +3,10 @@
 mod cpu;
 mod cpu_quantised;
 mod fp8;
+mod fused;
 mod gemv;
 mod gemv_mma;
+mod narrow;
 mod prefill;
 mod prefill_heads;
 mod quantised;
