@@ -199,7 +199,7 @@ impl Division {
             (..=8, _) => 8,
             (..=16, _) => 4,
             (..=32, _) if max_kv_len > 4096 => 4,
-            (..=64, _) => 2,
+            (..=64, _) if num_seqs < 32 => 2,
             _ => return None,
         })
     }
@@ -449,6 +449,8 @@ mod tests {
             assert_eq!(choose(num_seqs, 8, max_kv_len, 2), Division::Cluster(blocks));
         }
         assert_eq!(choose(4, 8, 32768, 2), chunks(256, 12));
+        assert_eq!(choose(16, 2, 1024, 6), Division::Cluster(2));
+        assert_eq!(choose(32, 2, 1024, 6), Division::Cluster(1));
         let heads = Heads { units: 8, num_heads: 32, per_kv: 4, dim: 64 };
         assert_eq!(Division::choose(2, &heads, 1024), Division::Cluster(8));
         assert_eq!(Division::choose(8, &heads, 4096), chunks(1024, 4));
