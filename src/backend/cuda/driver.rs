@@ -166,9 +166,10 @@ pub(super) fn shortage() -> Option<usize> {
     (known && free < DRIVER_NEEDS_BYTES).then_some(free)
 }
 
-/// Turns a driver status into an error; `what` says what was tried.
+/// Turns a driver status into an error; `what` says what was tried. Where the device is nearly full, the
+/// message says what is left.
 pub(super) fn check(status: CUresult, what: &str) -> Result<()> {
-    if status == CUresult::CUDA_ERROR_UNKNOWN {
+    if matches!(status, CUresult::CUDA_ERROR_UNKNOWN | CUresult::CUDA_ERROR_OUT_OF_MEMORY) {
         if let Some(free) = shortage() {
             let status = describe(status);
             let message = format!("{what}: {status}; the device has {free} bytes of memory left");
