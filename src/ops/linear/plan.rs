@@ -174,6 +174,17 @@ pub struct Layer<'a> {
     pub bias: Option<&'a DeviceTensor>,
 }
 
+/// A product with the norm before it: context, x, norm, weight, bias, epilogue, out.
+type FusedLinear = fn(
+    &ComputeContext,
+    &Tensor,
+    Option<(&Tensor, f32)>,
+    &Tensor,
+    Option<&Tensor>,
+    Epilogue,
+    &Tensor,
+) -> Result<()>;
+
 fn num_rows(x: &Tensor) -> usize {
     x.shape().first().map_or(0, |&n| n as usize)
 }
@@ -388,8 +399,10 @@ impl LinearPass<'_> {
                 return self.plain(&stream.normed, layer, out);
             }
             Links::Chain => self.in_chain(stream, norm, layer, Epilogue::Store, out)?,
-            Links::Gemv => self.in_gemv(stream, norm, layer, Epilogue::Store, out)?,
-            Links::Narrow => self.in_narrow(stream, norm, layer, Epilogue::Store, out)?,
+            Links::Gemv => self.in_fused(linear_gemv, stream, norm, layer, Epilogue::Store, out)?,
+            Links::Narrow => {
+                self.in_fused(linear_narrow, stream, norm, layer, Epilogue::Store, out)?
+            }
             Links::OneToken => {
                 let (norm, eps) = rms(norm)?;
                 let x = OneTokenLinear::Norm { norm, eps };
@@ -415,7 +428,7 @@ impl LinearPass<'_> {
                 self.in_chain(stream, norm, layer, epilogue, out)?
             }
             (Links::OneToken, WeightFormat::Dense(_)) => {
-                self.in_gemv(stream, norm, layer, epilogue, out)?
+                self.in_fused(linear_gemv, stream, norm, layer, epilogue, out)?
             }
             _ => return self.normed(stream, norm, layer, out),
         }
@@ -502,8 +515,8 @@ impl LinearPass<'_> {
                 }
             }
             Links::Chain => self.in_chain(stream, norm, layer, epilogue, out)?,
-            Links::Gemv => self.in_gemv(stream, norm, layer, epilogue, out)?,
-            Links::Narrow => self.in_narrow(stream, norm, layer, epilogue, out)?,
+            Links::Gemv => self.in_fused(linear_gemv, stream, norm, layer, epilogue, out)?,
+            Links::Narrow => self.in_fused(linear_narrow, stream, norm, layer, epilogue, out)?,
             Links::OneToken => {
                 let Pending::Sums(sums) = &stream.pending else {
                     return Err(Error::internal("an attention that has not projected"));
@@ -724,8 +737,10 @@ impl LinearPass<'_> {
         Ok(is_served)
     }
 
-    fn in_gemv(
+    /// Computes the product of `norm(stream)` by `linear`, which normalises it.
+    fn in_fused(
         &self,
+        linear: FusedLinear,
         stream: &ResidualStream,
         norm: &Norm<'_>,
         layer: &Layer<'_>,
@@ -735,21 +750,7 @@ impl LinearPass<'_> {
         let norm = Some(rms(norm)?);
         let bias = layer.bias.map(|bias| &**bias);
         let weight = layer.weight.dense_data()?;
-        linear_gemv(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
-    }
-
-    fn in_narrow(
-        &self,
-        stream: &ResidualStream,
-        norm: &Norm<'_>,
-        layer: &Layer<'_>,
-        epilogue: Epilogue,
-        out: &DeviceTensor,
-    ) -> Result<()> {
-        let norm = Some(rms(norm)?);
-        let bias = layer.bias.map(|bias| &**bias);
-        let weight = layer.weight.dense_data()?;
-        linear_narrow(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
+        linear(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is

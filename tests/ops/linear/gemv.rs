@@ -6,7 +6,7 @@ use crate::support::device::{cuda_context, Bench, HALVES};
 use xserv::ops::linear::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use xserv::ops::linear::Epilogue;
 
-const FUSED: Fused = Fused { linear: linear_gemv, max_tokens: max_gemv_tokens };
+const FUSED: Fused = Fused { linear: linear_gemv, max_tokens: max_gemv_tokens, added_units: 2.0 };
 
 /// out_features and in_features. Rows that a thread has in one, two, three or four steps; fewer outputs
 /// than a chip has blocks and more; a last tile that is not whole.

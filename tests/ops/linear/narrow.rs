@@ -8,7 +8,10 @@ use xserv::ops::linear::cuda_narrow::{
 };
 use xserv::ops::linear::Epilogue;
 
-const FUSED: Fused = Fused { linear: linear_narrow, max_tokens: max_narrow_tokens };
+/// A product p is rounded to the other side now and then, which is up to 2 |p| units, and the result by one of its own;
+/// here p is often larger than the result.
+const FUSED: Fused =
+    Fused { linear: linear_narrow, max_tokens: max_narrow_tokens, added_units: 4.0 };
 
 /// out_features and in_features: one warp and sixteen, steps and rows of a tile that do not exist, tiles of 8
 /// rows and of 16, blocks with one tile and with several.
