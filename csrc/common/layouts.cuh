@@ -403,6 +403,27 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(LinearNarrowParams, eps, 84, 4); \
   static_assert(sizeof(LinearNarrowParams) == 88, "LinearNarrowParams has another size in Rust")
 
+#define XSERV_LAYOUT_LinearNarrowQuantisedParams \
+  XSERV_FIELD(LinearNarrowQuantisedParams, x, 0, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, norm_weight, 8, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, codes, 16, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, scales, 24, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, zeros, 32, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, bias, 40, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, out, 48, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, ldx, 56, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, ldo, 64, 8); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, num_tokens, 72, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, out_features, 76, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, in_features, 80, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, steps, 84, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, num_passes, 88, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, num_groups, 92, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, group_factor, 96, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, scale_type, 100, 4); \
+  XSERV_FIELD(LinearNarrowQuantisedParams, eps, 104, 4); \
+  static_assert(sizeof(LinearNarrowQuantisedParams) == 112, "LinearNarrowQuantisedParams has another size in Rust")
+
 #define XSERV_LAYOUT_PrefillParams \
   XSERV_FIELD(PrefillParams, weight, 0, 128); \
   XSERV_FIELD(PrefillParams, x, 128, 128); \

@@ -49,6 +49,7 @@ fn layouts() -> Vec<Layout> {
         cuda_gemv::LinearGemvParams::layout(),
         cuda_gemv_mma::GemvMmaParams::layout(),
         crate::ops::linear::cuda_narrow::LinearNarrowParams::layout(),
+        crate::ops::linear::cuda_narrow_quantised::LinearNarrowQuantisedParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
         crate::ops::linear::cuda_fp8::Fp8Params::layout(),

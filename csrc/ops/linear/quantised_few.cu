@@ -32,11 +32,6 @@ __device__ __forceinline__ void copy_inputs(uint32_t target, const char* source,
       : "memory");
 }
 
-template <typename T>
-constexpr uint32_t kOnes = 0x3f803f80u;
-template <>
-constexpr uint32_t kOnes<__half> = 0x3c003c00u;
-
 // kUnits: scales of a stage and row; kFragments: of 8 tokens.
 template <typename T, Code kCode, int kUnits, int kFragments>
 __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
@@ -178,7 +173,8 @@ __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
       for (int u = 0; u < kUnits; ++u) {
         float products[kFewTiles][kFragments][4] = {}, inputs[kFragments][4] = {};
 #pragma unroll
-        for (int step = u * kSteps / kUnits; step < (u + 1) * kSteps / kUnits; ++step) {
+        for (int k = 0; k < kSteps / kUnits; ++k) {  // with bounds of u nvcc (13.0) left two units as a loop
+          const int step = u * (kSteps / kUnits) + k;
           uint32_t a[kFewTiles][4];
 #pragma unroll
           for (int r = 0; r < kFewTiles; ++r) {

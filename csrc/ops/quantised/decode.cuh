@@ -232,6 +232,12 @@ __device__ __forceinline__ float2 raised_zeros(uint32_t bytes) {
                      __uint_as_float(0x3f800000u | (bytes >> 8) << 19));
 }
 
+// Two ones: a product with them gives to all rows the sum of the inputs.
+template <typename T>
+constexpr uint32_t kOnes = 0x3f803f80u;
+template <>
+constexpr uint32_t kOnes<__half> = 0x3c003c00u;
+
 // The type in which scales are stored.
 enum class ScaleType : int { kF32, kF16, kBf16 };
 

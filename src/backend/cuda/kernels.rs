@@ -354,6 +354,35 @@ kernels! {
         LINEAR_NARROW_RESIDUAL_8 "xserv_linear_narrow_residual_8" f16 bf16;
         LINEAR_NARROW_SWIGLU_16 "xserv_linear_narrow_swiglu_16" f16 bf16;
     }
+    "linear/narrow_quantised" {
+        LINEAR_NARROW_QUANTISED_NORM_FP8_1 "xserv_linear_narrow_quantised_norm_fp8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_FP8_2 "xserv_linear_narrow_quantised_norm_fp8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_FP8_4 "xserv_linear_narrow_quantised_norm_fp8_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT4_1 "xserv_linear_narrow_quantised_norm_int4_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT4_2 "xserv_linear_narrow_quantised_norm_int4_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT4_4 "xserv_linear_narrow_quantised_norm_int4_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT8_1 "xserv_linear_narrow_quantised_norm_int8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT8_2 "xserv_linear_narrow_quantised_norm_int8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_NORM_INT8_4 "xserv_linear_narrow_quantised_norm_int8_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_1 "xserv_linear_narrow_quantised_residual_fp8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_2 "xserv_linear_narrow_quantised_residual_fp8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_4 "xserv_linear_narrow_quantised_residual_fp8_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_1 "xserv_linear_narrow_quantised_residual_int4_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_2 "xserv_linear_narrow_quantised_residual_int4_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_4 "xserv_linear_narrow_quantised_residual_int4_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_1 "xserv_linear_narrow_quantised_residual_int8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_2 "xserv_linear_narrow_quantised_residual_int8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_4 "xserv_linear_narrow_quantised_residual_int8_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_FP8_1 "xserv_linear_narrow_quantised_swiglu_fp8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_FP8_2 "xserv_linear_narrow_quantised_swiglu_fp8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_FP8_4 "xserv_linear_narrow_quantised_swiglu_fp8_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT4_1 "xserv_linear_narrow_quantised_swiglu_int4_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT4_2 "xserv_linear_narrow_quantised_swiglu_int4_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT4_4 "xserv_linear_narrow_quantised_swiglu_int4_4" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT8_1 "xserv_linear_narrow_quantised_swiglu_int8_1" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT8_2 "xserv_linear_narrow_quantised_swiglu_int8_2" f16 bf16;
+        LINEAR_NARROW_QUANTISED_SWIGLU_INT8_4 "xserv_linear_narrow_quantised_swiglu_int8_4" f16 bf16;
+    }
     "linear/prefill" {
         LINEAR_PREFILL_HEADS_128X128_M "xserv_linear_prefill_heads_128x128_m" f16 bf16;
         LINEAR_PREFILL_HEADS_128X128_N "xserv_linear_prefill_heads_128x128_n" f16 bf16;

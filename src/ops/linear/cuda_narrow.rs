@@ -2,7 +2,7 @@
 //! follows, as links of a chain of kernels that begin before the preceding ones have ended:
 //! `csrc/ops/linear/narrow.cu`.
 
-use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
@@ -41,22 +41,35 @@ const MAX_WARPS: i32 = 16;
 /// The number of multiprocessors of the chips for which kernels are chosen (H100, H200).
 const MULTIPROCESSORS: i32 = 132;
 
-/// A kernel, as instantiated at the end of the source, and how it divides in_features.
+/// How a kernel for narrow models divides in_features, whatever its weights are stored as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Kernel {
+pub(super) struct Division {
     /// Rows of the weight in a tile, 8 or 16.
-    rows: i32,
+    pub rows: i32,
     /// The warps of a block.
-    warps: i32,
+    pub warps: i32,
     /// The steps of a warp in a pass.
-    steps: i32,
+    pub steps: i32,
     /// Passes over in_features.
-    passes: i32,
+    pub passes: i32,
 }
 
-impl Kernel {
-    /// Returns the kernel for a product, if there is one. It follows from the sizes alone.
-    fn choose(num_tokens: usize, n: i32, k: i32, result: Epilogue) -> Option<Self> {
+impl Division {
+    /// Divides `all` steps among warps that have up to `most` of them in a pass: one pass where there is
+    /// a norm, and `None` if that is too little.
+    pub fn new(rows: i32, all: i32, most: i32, has_norm: bool) -> Option<Self> {
+        let passes = (all + most * MAX_WARPS - 1) / (most * MAX_WARPS);
+        if all <= 0 || (has_norm && passes > 1) {
+            return None;
+        }
+        let warps = (all + most * passes - 1) / (most * passes);
+        let steps = (all + warps * passes - 1) / (warps * passes);
+        Some(Division { rows, warps, steps, passes })
+    }
+
+    /// Returns the division of the kernel for dense weights for a product, if there is one. It follows
+    /// from the sizes alone.
+    fn of_dense(num_tokens: usize, n: i32, k: i32, result: Epilogue) -> Option<Self> {
         let has_norm = result != Epilogue::AddResidual;
         let has_few = result != Epilogue::SwiGlu && (n + 15) / 16 < MULTIPROCESSORS && k % 64 == 0;
         // The most steps of a warp, as instantiated, and their elements.
@@ -64,16 +77,10 @@ impl Kernel {
         if num_tokens == 0 || num_tokens > NARROW_TOKENS || n <= 0 || k <= 0 || k % step != 0 {
             return None;
         }
-        let all = k / step;
-        let passes = (all + most * MAX_WARPS - 1) / (most * MAX_WARPS);
-        if has_norm && passes > 1 {
-            return None;
-        }
-        let warps = (all + most * passes - 1) / (most * passes);
-        let steps = (all + warps * passes - 1) / (warps * passes);
-        Some(Kernel { rows, warps, steps, passes })
+        Division::new(rows, k / step, most, has_norm)
     }
 
+    /// Returns the threads of a block.
     fn threads(&self) -> u32 {
         self.warps as u32 * 32
     }
@@ -93,14 +100,32 @@ impl Kernel {
     }
 
     /// Returns the bytes of shared memory: sums of two tiles, squares, and the weight of the norm.
-    fn shared_bytes(&self, k: i32, has_norm: bool) -> u32 {
+    pub fn shared_bytes(&self, k: i32, has_norm: bool) -> u32 {
         let sums = 2 * self.warps * NARROW_TOKENS as i32 * (self.rows + 4) * 4;
         let norm = if has_norm { self.warps * NARROW_TOKENS as i32 * 4 + k * 2 } else { 0 };
         (sums + norm) as u32
     }
 
-    /// Returns the kernel, or `None` where none is instantiated.
-    fn name(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<kernels::Kernel> {
+    /// Returns the launch for a product: one wave of blocks, which take their tiles in turn.
+    pub fn launch(
+        &self,
+        cuda: &CudaContext,
+        n: i32,
+        k: i32,
+        result: Epilogue,
+        has_norm: bool,
+    ) -> Launch {
+        let tiles = (n as u32).div_ceil(self.outs(result) as u32);
+        let blocks = self.resident() * cuda.device().info().num_multiprocessors as u32;
+        Launch {
+            grid: (tiles.min(blocks), 1, 1),
+            block: self.threads(),
+            shared_bytes: self.shared_bytes(k, has_norm),
+        }
+    }
+
+    /// Returns the kernel for dense weights, or `None` where none is instantiated.
+    fn kernel(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<Kernel> {
         use Epilogue::{AddResidual, Store, SwiGlu};
         let kernel = match (result, has_norm, self.rows) {
             (Store, true, 8) => kernels::LINEAR_NARROW_NORM_8,
@@ -130,7 +155,9 @@ pub fn max_narrow_tokens(weight: &Tensor, result: Epilogue) -> usize {
     if !weight.is_contiguous() || !(weight.data() as usize).is_multiple_of(16) {
         return 0;
     }
-    (1..=NARROW_TOKENS).take_while(|&tokens| Kernel::choose(tokens, n, k, result).is_some()).count()
+    (1..=NARROW_TOKENS)
+        .take_while(|&tokens| Division::of_dense(tokens, n, k, result).is_some())
+        .count()
 }
 
 /// Computes `out = round(W round(norm * round(x / rms(x))))` with `norm`, a weight [in_features]
@@ -166,15 +193,12 @@ pub fn linear_narrow(
     if out.is_empty() {
         return Ok(());
     }
-    let kernel = Kernel::choose(num_tokens as usize, n, k, result);
-    let name = kernel.and_then(|kernel| kernel.name(result, norm.is_some(), dtype));
-    let (Some(kernel), Some(name)) = (kernel, name) else {
+    let division = Division::of_dense(num_tokens as usize, n, k, result);
+    let kernel = division.and_then(|division| division.kernel(result, norm.is_some(), dtype));
+    let (Some(division), Some(kernel)) = (division, kernel) else {
         return Err(Error::internal(format!("no narrow product of {num_tokens} x {rows} x {k}")));
     };
     let cuda = cuda(context)?;
-    // One wave of blocks that take their tiles in turn.
-    let tiles = (n as u32).div_ceil(kernel.outs(result) as u32);
-    let blocks = tiles.min(kernel.resident() * cuda.device().info().num_multiprocessors as u32);
     let params = LinearNarrowParams {
         x: x.data(),
         norm_weight: norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data()),
@@ -187,15 +211,14 @@ pub fn linear_narrow(
         num_tokens: num_tokens as i32,
         out_features: n,
         in_features: k,
-        steps: kernel.steps,
-        num_passes: kernel.passes,
+        steps: division.steps,
+        num_passes: division.passes,
         eps: norm.map_or(0.0, |(_, eps)| eps),
     };
-    let shared_bytes = kernel.shared_bytes(k, norm.is_some());
-    let launch = Launch { grid: (blocks, 1, 1), block: kernel.threads(), shared_bytes };
+    let launch = division.launch(cuda, n, k, result, norm.is_some());
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; it covers exactly these shapes.
-    unsafe { cuda.launch_overlapping(name, launch, arguments) }
+    unsafe { cuda.launch_overlapping(kernel, launch, arguments) }
 }
 
 #[cfg(test)]
@@ -209,20 +232,20 @@ mod tests {
                 for n in [16, 1024, 2112, 2113, 9000] {
                     for result in [Epilogue::Store, Epilogue::SwiGlu, Epilogue::AddResidual] {
                         let has_norm = result != Epilogue::AddResidual;
-                        let Some(kernel) = Kernel::choose(tokens, n, k, result) else {
+                        let Some(division) = Division::of_dense(tokens, n, k, result) else {
                             assert!(has_norm && k > 4096);
                             continue;
                         };
-                        let step = if kernel.rows == 16 { 32 } else { 64 };
-                        let all = kernel.warps * kernel.steps * kernel.passes * step;
-                        assert!(all >= k && kernel.warps <= MAX_WARPS, "{k} {kernel:?}");
-                        assert!(kernel.shared_bytes(k, has_norm) <= 48 << 10, "{k} {kernel:?}");
-                        assert!(kernel.name(result, has_norm, DType::F16).is_some());
+                        let step = if division.rows == 16 { 32 } else { 64 };
+                        let all = division.warps * division.steps * division.passes * step;
+                        assert!(all >= k && division.warps <= MAX_WARPS, "{k} {division:?}");
+                        assert!(division.shared_bytes(k, has_norm) <= 48 << 10, "{k} {division:?}");
+                        assert!(division.kernel(result, has_norm, DType::F16).is_some());
                     }
                 }
             }
         }
-        assert_eq!(Kernel::choose(9, 1024, 1024, Epilogue::Store), None);
-        assert_eq!(Kernel::choose(1, 1024, 1000, Epilogue::Store), None);
+        assert_eq!(Division::of_dense(9, 1024, 1024, Epilogue::Store), None);
+        assert_eq!(Division::of_dense(1, 1024, 1000, Epilogue::Store), None);
     }
 }

@@ -17,6 +17,7 @@ pub mod cuda_fp8_prefill;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_narrow;
+pub mod cuda_narrow_quantised;
 pub mod cuda_numbers;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;

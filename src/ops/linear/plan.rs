@@ -9,7 +9,8 @@
 //!   the products.
 //! * One row of a small model, whose step is a chain of trips to memory rather than a stream: the
 //!   products run on tensor cores, and the output projection is fused into the attention.
-//! * A few rows of a narrow model: norms are fused into the products, which run on tensor cores.
+//! * A few rows of a narrow model: norms are fused into the products, which run on tensor cores, also
+//!   by weights of 4 or 8 bits.
 //! * Everything else: separate norms, which add what is pending, and products. Up to
 //!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel of the chain where it serves the weights,
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
@@ -36,6 +37,7 @@ use super::cuda_fp8::{
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_narrow::{has_linear_narrow, linear_narrow, max_narrow_tokens, NARROW_TOKENS};
+use super::cuda_narrow_quantised::{linear_narrow_quantised, max_narrow_quantised_tokens};
 use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
@@ -174,17 +176,6 @@ pub struct Layer<'a> {
     pub bias: Option<&'a DeviceTensor>,
 }
 
-/// A product with the norm before it: context, x, norm, weight, bias, epilogue, out.
-type FusedLinear = fn(
-    &ComputeContext,
-    &Tensor,
-    Option<(&Tensor, f32)>,
-    &Tensor,
-    Option<&Tensor>,
-    Epilogue,
-    &Tensor,
-) -> Result<()>;
-
 fn num_rows(x: &Tensor) -> usize {
     x.shape().first().map_or(0, |&n| n as usize)
 }
@@ -225,7 +216,9 @@ impl LinearPlan {
                             || (has_fp8 && is_fp8_weight(&layout)));
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
-                        (gemv_rows, narrow_rows) = (0, 0);
+                        gemv_rows = 0;
+                        narrow_rows =
+                            narrow_rows.min(max_narrow_quantised_tokens(&layout, epilogue));
                         has_integers |= !layout.format().code.is_float();
                     }
                 }
@@ -399,9 +392,10 @@ impl LinearPass<'_> {
                 return self.plain(&stream.normed, layer, out);
             }
             Links::Chain => self.in_chain(stream, norm, layer, Epilogue::Store, out)?,
-            Links::Gemv => self.in_fused(linear_gemv, stream, norm, layer, Epilogue::Store, out)?,
+            Links::Gemv => self.gemv(stream, norm, layer, Epilogue::Store, out)?,
             Links::Narrow => {
-                self.in_fused(linear_narrow, stream, norm, layer, Epilogue::Store, out)?
+                let norm = Some(rms(norm)?);
+                self.narrow(&stream.hidden, norm, layer, Epilogue::Store, out)?
             }
             Links::OneToken => {
                 let (norm, eps) = rms(norm)?;
@@ -428,7 +422,7 @@ impl LinearPass<'_> {
                 self.in_chain(stream, norm, layer, epilogue, out)?
             }
             (Links::OneToken, WeightFormat::Dense(_)) => {
-                self.in_fused(linear_gemv, stream, norm, layer, epilogue, out)?
+                self.gemv(stream, norm, layer, epilogue, out)?
             }
             _ => return self.normed(stream, norm, layer, out),
         }
@@ -515,8 +509,8 @@ impl LinearPass<'_> {
                 }
             }
             Links::Chain => self.in_chain(stream, norm, layer, epilogue, out)?,
-            Links::Gemv => self.in_fused(linear_gemv, stream, norm, layer, epilogue, out)?,
-            Links::Narrow => self.in_fused(linear_narrow, stream, norm, layer, epilogue, out)?,
+            Links::Gemv => self.gemv(stream, norm, layer, epilogue, out)?,
+            Links::Narrow => self.narrow(&stream.hidden, Some(rms(norm)?), layer, epilogue, out)?,
             Links::OneToken => {
                 let Pending::Sums(sums) = &stream.pending else {
                     return Err(Error::internal("an attention that has not projected"));
@@ -587,10 +581,7 @@ impl LinearPass<'_> {
                 let weight = layer.weight.dense_data()?;
                 linear_gemv(self.context, x, None, weight, None, epilogue, &stream.hidden)?
             }
-            Links::Narrow => {
-                let weight = layer.weight.dense_data()?;
-                linear_narrow(self.context, x, None, weight, None, epilogue, &stream.hidden)?
-            }
+            Links::Narrow => self.narrow(x, None, layer, epilogue, &stream.hidden)?,
             Links::OneToken => {
                 // What was pending went into `projected` on the way to x.
                 let added = OneTokenLinear::Residual { residual: &stream.projected };
@@ -737,10 +728,9 @@ impl LinearPass<'_> {
         Ok(is_served)
     }
 
-    /// Computes the product of `norm(stream)` by `linear`, which normalises it.
-    fn in_fused(
+    /// Computes the product of `norm(stream)` and a dense weight for one or two rows.
+    fn gemv(
         &self,
-        linear: FusedLinear,
         stream: &ResidualStream,
         norm: &Norm<'_>,
         layer: &Layer<'_>,
@@ -750,7 +740,29 @@ impl LinearPass<'_> {
         let norm = Some(rms(norm)?);
         let bias = layer.bias.map(|bias| &**bias);
         let weight = layer.weight.dense_data()?;
-        linear(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
+        linear_gemv(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
+    }
+
+    /// Computes the product of a few rows of a narrow model, normalised by `norm` or not.
+    fn narrow(
+        &self,
+        x: &DeviceTensor,
+        norm: Option<(&Tensor, f32)>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let bias = layer.bias.map(|bias| &**bias);
+        match layer.weight.format() {
+            WeightFormat::Dense(_) => {
+                let weight = layer.weight.data();
+                linear_narrow(self.context, x, norm, weight, bias, epilogue, out)
+            }
+            WeightFormat::Quantised(layout) => {
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                linear_narrow_quantised(self.context, x, norm, &tiles, bias, epilogue, out)
+            }
+        }
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is

@@ -2,6 +2,7 @@
 //! that choose between kernels know codes by their properties alone.
 
 use crate::backend::cuda::{kernels, KernelByHalf};
+use crate::ops::linear::Epilogue;
 use crate::ops::quantised::Code;
 
 /// Returns the kernel of `cuda_quantised` for scales of a chunk, tokens of a block.
@@ -108,6 +109,47 @@ pub(super) fn one(code: Code, scales: usize) -> Option<KernelByHalf> {
         (Code::Int8, 2) => kernels::LINEAR_QUANTISED_ONE_INT8_2,
         (Code::Int8, 4) => kernels::LINEAR_QUANTISED_ONE_INT8_4,
         (Code::Fp8, 1) => kernels::LINEAR_QUANTISED_ONE_FP8_1,
+        _ => return None,
+    })
+}
+
+/// Returns the kernel of `cuda_narrow_quantised` for scales of a step. Its products are normalised unless
+/// they are added.
+pub(super) fn narrow(
+    code: Code,
+    scales: usize,
+    result: Epilogue,
+    has_norm: bool,
+) -> Option<KernelByHalf> {
+    use Epilogue::{AddResidual, Store, SwiGlu};
+    Some(match (result, has_norm, code, scales) {
+        (Store, true, Code::Int4, 1) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT4_1,
+        (Store, true, Code::Int4, 2) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT4_2,
+        (Store, true, Code::Int4, 4) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT4_4,
+        (Store, true, Code::Int8, 1) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT8_1,
+        (Store, true, Code::Int8, 2) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT8_2,
+        (Store, true, Code::Int8, 4) => kernels::LINEAR_NARROW_QUANTISED_NORM_INT8_4,
+        (Store, true, Code::Fp8, 1) => kernels::LINEAR_NARROW_QUANTISED_NORM_FP8_1,
+        (Store, true, Code::Fp8, 2) => kernels::LINEAR_NARROW_QUANTISED_NORM_FP8_2,
+        (Store, true, Code::Fp8, 4) => kernels::LINEAR_NARROW_QUANTISED_NORM_FP8_4,
+        (SwiGlu, true, Code::Int4, 1) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT4_1,
+        (SwiGlu, true, Code::Int4, 2) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT4_2,
+        (SwiGlu, true, Code::Int4, 4) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT4_4,
+        (SwiGlu, true, Code::Int8, 1) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT8_1,
+        (SwiGlu, true, Code::Int8, 2) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT8_2,
+        (SwiGlu, true, Code::Int8, 4) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_INT8_4,
+        (SwiGlu, true, Code::Fp8, 1) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_FP8_1,
+        (SwiGlu, true, Code::Fp8, 2) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_FP8_2,
+        (SwiGlu, true, Code::Fp8, 4) => kernels::LINEAR_NARROW_QUANTISED_SWIGLU_FP8_4,
+        (AddResidual, false, Code::Int4, 1) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_1,
+        (AddResidual, false, Code::Int4, 2) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_2,
+        (AddResidual, false, Code::Int4, 4) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT4_4,
+        (AddResidual, false, Code::Int8, 1) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_1,
+        (AddResidual, false, Code::Int8, 2) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_2,
+        (AddResidual, false, Code::Int8, 4) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_INT8_4,
+        (AddResidual, false, Code::Fp8, 1) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_1,
+        (AddResidual, false, Code::Fp8, 2) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_2,
+        (AddResidual, false, Code::Fp8, 4) => kernels::LINEAR_NARROW_QUANTISED_RESIDUAL_FP8_4,
         _ => return None,
     })
 }

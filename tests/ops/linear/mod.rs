@@ -7,6 +7,7 @@ mod fused;
 mod gemv;
 mod gemv_mma;
 mod narrow;
+mod narrow_quantised;
 mod prefill;
 mod prefill_heads;
 mod quantised;

@@ -17,7 +17,7 @@ use xserv::ops::quantised::{Code, QuantFormat};
 
 const EPILOGUES: [Epilogue; 3] = [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu];
 const ROW: usize = usize::MAX;
-const EPS: f32 = 1e-5;
+pub const EPS: f32 = 1e-5;
 
 /// Rounds the inputs to multiples of a power of two, of which the largest of 128 inputs is from 8192 up to
 /// 16384.
@@ -83,7 +83,7 @@ pub fn check_one(
     true
 }
 
-fn last_bits(dtype: DType) -> f64 {
+pub fn last_bits(dtype: DType) -> f64 {
     if dtype == DType::BF16 {
         2f64.powi(-8)
     } else {
