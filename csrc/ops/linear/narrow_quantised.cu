@@ -3,8 +3,8 @@
 //   W[i, k] = (code[i, k] - zero[i, group]) * scale[i, group]
 // The products of a group, or of up to 128 inputs of it, are summed by the tensor cores and scaled in f32. As in
 // quantised_few.cu codes of 4 bits stay 1 + code / 16 in the products (decode.cuh), and what is too much is the sum of the
-// inputs, times 1 + zero / 16. Instructions are what a product waits for: with a scale for every 32 inputs it took a
-// third longer. (Numbers decoded before x is there have no room in the registers.)
+// inputs, times 1 + zero / 16. Instructions are what a product waits for: with a scale for every 32
+// inputs a step of Qwen3-1.7B takes 22 % longer (H200). (Numbers decoded before x is there have no room in the registers.)
 //
 // Needs: in_features a multiple of 8; groups of multiples of 32 inputs, or whole rows.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
