@@ -1,8 +1,8 @@
 //! A stream of work on one GPU, with its allocator.
 
 use super::blas::{Blas, MAX_CUBLAS_WORKSPACE_BYTES};
-use super::device::{CudaDevice, Current};
-use super::driver::is_lost;
+use super::device::{CudaDevice, Current, Function};
+use super::driver::{is_lost, is_refused_for_memory, shortage};
 use super::kernels::Kernel;
 use super::layout::kernel_struct;
 use super::memory::{DeviceMemory, PinnedMemory};
@@ -473,22 +473,31 @@ impl CudaContext {
         };
         self.num_launches.fetch_add(1, Ordering::Relaxed);
         self.with_current(|| {
-            // SAFETY: the caller vouches for arguments and extents; each pointer points to a word
-            // of `arguments` (little-endian: the lower bytes come first) or to a struct that it
-            // borrows.
-            let status = unsafe {
-                sys::cuLaunchKernelEx(
-                    &config,
-                    function.0,
-                    arguments.pointers.as_mut_ptr(),
-                    std::ptr::null_mut(),
-                )
+            let mut queue = |function: Function| {
+                // SAFETY: the caller vouches for arguments and extents; each pointer points to a word
+                // of `arguments` (little-endian: the lower bytes come first) or to a struct that it
+                // borrows.
+                unsafe {
+                    sys::cuLaunchKernelEx(
+                        &config,
+                        function.0,
+                        arguments.pointers.as_mut_ptr(),
+                        std::ptr::null_mut(),
+                    )
+                }
             };
-            let launched = self.check(status, kernel.name());
-            if matches!(&launched, Err(error) if error.kind() == ErrorKind::OutOfMemory) {
+            let mut status = queue(function);
+            if is_refused_for_memory(status) {
+                // Either there is no memory now, or there was none for the code of this kernel once: it is
+                // loaded anew as soon as there is some, which may be at once.
                 self.device.found_no_memory(kernel);
+                if shortage().is_none() {
+                    if let Ok(function) = self.device.function(kernel) {
+                        status = queue(function);
+                    }
+                }
             }
-            launched
+            self.check(status, kernel.name())
         })
     }
 

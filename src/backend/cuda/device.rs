@@ -1,7 +1,7 @@
 //! A GPU: its properties, its primary context, and the kernels loaded into it. There is one object
 //! per device, which lives as long as the process: other libraries use the same primary context.
 
-use super::driver::{available, check, count_devices, shortage};
+use super::driver::{available, check, count_devices, is_refused_for_memory, shortage};
 use super::fatbins;
 use super::kernels::Kernel;
 use crate::error::{Error, ErrorKind, Result};
@@ -289,13 +289,16 @@ impl CudaDevice {
         let mut function = std::ptr::null_mut();
         // SAFETY: a loaded module; one handle is written.
         let status = unsafe { sys::cuModuleGetFunction(&mut function, module.0, c_name.as_ptr()) };
+        if is_refused_for_memory(status) {
+            loaded.failed.insert(source);
+        }
         self.check(status, &format!("finding the kernel {name}"))?;
         self.allow_shared_memory(function);
         loaded.functions.insert(name, (Function(function), source));
         Ok(Function(function))
     }
 
-    /// Notes that a launch of a kernel found no memory: it is loaded again once there is some.
+    /// Notes that a launch of a kernel may have found no memory: it is loaded again once there is some.
     pub(super) fn found_no_memory(&self, kernel: Kernel) {
         let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
         loaded.failed.insert(kernel.source());

@@ -166,10 +166,15 @@ pub(super) fn shortage() -> Option<usize> {
     (known && free < DRIVER_NEEDS_BYTES).then_some(free)
 }
 
+/// Whether a driver may answer so where it has no memory for what it needs itself.
+pub(super) fn is_refused_for_memory(status: CUresult) -> bool {
+    matches!(status, CUresult::CUDA_ERROR_UNKNOWN | CUresult::CUDA_ERROR_OUT_OF_MEMORY)
+}
+
 /// Turns a driver status into an error; `what` says what was tried. Where the device is nearly full, the
 /// message says what is left.
 pub(super) fn check(status: CUresult, what: &str) -> Result<()> {
-    if matches!(status, CUresult::CUDA_ERROR_UNKNOWN | CUresult::CUDA_ERROR_OUT_OF_MEMORY) {
+    if is_refused_for_memory(status) {
         if let Some(free) = shortage() {
             let status = describe(status);
             let message = format!("{what}: {status}; the device has {free} bytes of memory left");
