@@ -25,7 +25,7 @@
 // The order of a sum depends on in_features and the kernel alone, not on the other tokens or the grid.
 //
 // Weights say how W is read and multiplied:
-//   Params          the argument of the kernel: NarrowParams has what all of them have
+//   Params          the argument of the kernel: the fields of LinearNarrowParams but weight and ldw, and its own
 //   kStep           elements of a row in a step, a multiple of 32 of which a lane has 8 neighbours each
 //   kSteps          the most steps of a warp in a pass
 //   kRows           rows of W in a tile, 16 or 8
