@@ -55,19 +55,41 @@ struct Division {
 /// takes 15 % longer (H200).
 const SMALL_BYTES: i64 = 16 << 20;
 /// The least elements of k that a block has where two share it, and the least rows of W that one
-/// has by itself where two could share them. Larger clusters than pairs leave multiprocessors idle:
-/// 30 of four blocks are resident on an H200, and a 31st waits for one to end.
+/// has by itself where two could share them.
 const MIN_PART: i64 = 1024;
 const MIN_ROWS_ALONE: i64 = 40;
+/// Gates and ups of so many rows have tiles that are as even as they can be for up to 16 tokens: a step of
+/// Qwen3-4B takes 2 % longer with whole ones, one of Qwen3-1.7B and Llama-3.2-1B 2 % less (H200).
+const WIDE_GATES: i64 = 192 * 100;
 /// The tokens of a block that cost as much as a row of W; they come from the L2.
 const TOKENS_PER_ROW: i64 = 4;
 /// The bytes that could be read while the blocks of a cluster add up their sums, on one
 /// multiprocessor.
 const EXCHANGE_BYTES: i64 = 24 << 10;
+/// The most blocks that share k.
+const MAX_SPLITS: i64 = 4;
+/// The least elements of k that a block has where more than two share it, or a weight is small.
+const MIN_SMALL_PART: i64 = 512;
 
-/// The clusters of `splits` blocks that are resident at a time.
+/// What decides how a product is divided that is added to the residual stream, in bytes that the L2 gives
+/// to all multiprocessors in the same time: how many multiprocessors take all that it can give; those for
+/// each sum that blocks exchange; and those for each part fewer than [`MAX_SPLITS`], whose blocks are longer
+/// at work by themselves. They choose, among what was timed of Qwen3-1.7B, -4B and -8B for 24 to 128
+/// tokens, what is within 3 % of the fastest (H200).
+const SATURATING_MULTIPROCESSORS: i64 = 90;
+const BYTES_PER_SUM: i64 = 1500;
+const BYTES_PER_MISSING_PART: i64 = 2 << 20;
+/// The bytes that the L2 gives while the device's memory gives one.
+const L2_BYTES: i64 = 2;
+
+/// The clusters of `splits` blocks that are resident at a time; one more would wait for another to
+/// end. Clusters of more than two leave multiprocessors idle (H200: 30 of four, and 37 to 39 of three).
 fn slots(splits: i64) -> i64 {
-    MULTIPROCESSORS / splits
+    match splits {
+        3 => 36,
+        4 => 30,
+        _ => MULTIPROCESSORS / splits,
+    }
 }
 
 /// Returns value / divisor, rounded up.
@@ -90,16 +112,21 @@ impl Division {
             65..=96 => 96,
             _ => 128,
         };
-        let has_few_rows = result != Epilogue::SwiGlu && rows <= 64 * MULTIPROCESSORS;
-        if tokens == 128 && k >= 8192 && has_few_rows && !is_fixed {
-            return Division { rows: 128, tokens, splits: 3, tile: 128 };
-        }
         if rows * k * 2 < SMALL_BYTES {
-            return Self::of_small_weight(tokens, rows, k, result);
+            return Self::of_small_weight(tokens, rows, k, result, is_fixed);
+        }
+        if result == Epilogue::SwiGlu && (tokens > 16 || rows < WIDE_GATES) {
+            return Self::of_whole_tiles(tokens, rows, result);
+        }
+        if result == Epilogue::AddResidual && !is_fixed {
+            if let Some(division) = Self::of_residual(tokens, rows, k) {
+                return division;
+            }
         }
         let even = Self::even(tokens, rows, Self::splits(rows, k, result), result);
         // More tokens leave less room for weights under way: where tiles are many, those that the
-        // kernels are made for are better than even ones.
+        // kernels are made for are better than even ones; with a gate they always are, because fewer
+        // blocks leave room for those of the next product.
         if tokens > 16 && even.waves(rows) > 1 {
             return Self::of_whole_tiles(tokens, rows, result);
         }
@@ -107,23 +134,71 @@ impl Division {
     }
 
     /// Returns the division of a weight that is read in a few microseconds.
-    fn of_small_weight(tokens: i64, rows: i64, k: i64, result: Epilogue) -> Self {
+    fn of_small_weight(tokens: i64, rows: i64, k: i64, result: Epilogue, is_fixed: bool) -> Self {
         let tiles = div_ceil(rows, 64);
-        let mut splits = 1;
-        while result != Epilogue::SwiGlu
-            && splits < 4
-            && tiles * splits * 2 <= 128
-            && k / (splits * 2) >= 512
-            && (tiles * splits * 2 <= 64 || k >= 2048)
-        {
-            splits *= 2;
-        }
+        // Many tokens are worth more multiprocessors, of which a third stays free.
+        let most_blocks = if tokens >= 96 && !is_fixed { 96 } else { 64 };
+        let suits = |splits: i64| {
+            result != Epilogue::SwiGlu
+                && tiles <= slots(splits)
+                && k / splits >= MIN_SMALL_PART
+                && (tiles * splits <= most_blocks || k >= 2048)
+        };
+        let splits = [4, 3, 2].into_iter().filter(|&splits| splits != 3 || !is_fixed);
+        let splits = splits.into_iter().find(|&splits| suits(splits)).unwrap_or(1);
         Division { rows: 64, tokens, splits, tile: 64 }
     }
 
-    /// Returns the division of a weight with many rows into the tiles that kernels are made for.
+    /// Returns the division of a product that is added to the residual stream, whose weight has few rows
+    /// for a chip: the fastest one by the bytes that multiprocessors take from the L2, for which many
+    /// tokens count as much as the weight does. (Tokens that a pair of blocks fetches once for both, by
+    /// multicast, save no time; H200.) `None` if no division has room on the chip.
+    fn of_residual(tokens: i64, rows: i64, k: i64) -> Option<Self> {
+        let mut best: Option<(i64, Self)> = None;
+        let least_splits = Self::splits(rows, k, Epilogue::AddResidual);
+        let kernels = if tokens <= 32 { &[64] } else { Self::kernels(tokens) };
+        for splits in (least_splits..=MAX_SPLITS).filter(|&splits| k / splits >= MIN_SMALL_PART) {
+            let even = div_ceil(div_ceil(rows, slots(splits)), 8) * 8;
+            for &most in kernels {
+                for tile in [even, most] {
+                    if tile > most || div_ceil(rows, tile) > slots(splits) {
+                        continue;
+                    }
+                    let division = Division { rows: most, tokens, splits, tile };
+                    let cost = division.cost(rows, k);
+                    if best.is_none_or(|(least, _)| cost < least) {
+                        best = Some((cost, division));
+                    }
+                }
+            }
+        }
+        best.map(|(_, division)| division)
+    }
+
+    /// Returns the time of a product whose blocks run all at once, in the bytes that the L2 gives
+    /// meanwhile.
+    fn cost(&self, rows: i64, k: i64) -> i64 {
+        let block = (self.tile + self.tokens) * (k / self.splits) * 2;
+        let all = div_ceil(rows, self.tile) * self.splits * block;
+        let is_split = i64::from(self.splits > 1);
+        all.max(block * SATURATING_MULTIPROCESSORS).max(rows * k * 2 * L2_BYTES)
+            + is_split * self.rows * self.tokens * BYTES_PER_SUM
+            + (MAX_SPLITS - self.splits) * BYTES_PER_MISSING_PART
+    }
+
+    /// Returns the rows of the kernels for a number of tokens.
+    fn kernels(tokens: i64) -> &'static [i64] {
+        if tokens <= 32 {
+            &[64, 192]
+        } else {
+            &[64, 128, 192]
+        }
+    }
+
+    /// Returns the division of a weight with many rows into the tiles that kernels are made for, of which
+    /// a gate and up of Qwen3-1.7B take 14 us for 64 tokens and 17 for 128, and even ones 18 and 27 (H200).
     fn of_whole_tiles(tokens: i64, rows: i64, result: Epilogue) -> Self {
-        let is_wide = rows >= VOCABULARY_ROWS || (result == Epilogue::SwiGlu && rows >= 192 * 100);
+        let is_wide = rows >= VOCABULARY_ROWS || result == Epilogue::SwiGlu;
         let tile = if is_wide { Self::rows_of_tiles(rows, tokens) } else { 64 };
         Division { rows: tile, tokens, splits: 1, tile }
     }
@@ -177,9 +252,8 @@ impl Division {
     /// tiles as even as they can be with the fewest waves, or with one more.
     fn even(tokens: i64, rows: i64, splits: i64, result: Epilogue) -> Self {
         let unit = if result == Epilogue::SwiGlu { 16 } else { 8 };
-        let kernels: &[i64] = if tokens <= 32 { &[64, 192] } else { &[64, 128, 192] };
         let mut best = Division { rows: 64, tokens, splits, tile: 64 };
-        for &most in kernels {
+        for &most in Self::kernels(tokens) {
             let least = div_ceil(rows, slots(splits) * most);
             for waves in [least, least + 1] {
                 let share = div_ceil(rows, slots(splits) * waves);
@@ -447,7 +521,11 @@ mod tests {
                 let division = Division::choose(tokens, rows, k, result, true);
                 assert_eq!(division.splits, parts, "{rows} x {k}: {division:?}");
                 let most = division.waves(rows) * division.tile * slots(parts);
-                assert!(most * 100 < rows * 113, "{rows} x {k}, {tokens}: {division:?}");
+                let is_whole = result == Epilogue::SwiGlu && rows < WIDE_GATES;
+                assert!(
+                    is_whole || most * 100 < rows * 113,
+                    "{rows} x {k}, {tokens}: {division:?}"
+                );
             }
         }
     }
@@ -475,9 +553,36 @@ mod tests {
 
     #[test]
     fn small_weights_leave_multiprocessors_free() {
-        for (rows, k, splits) in [(4096, 1024, 1), (1024, 2048, 4), (1024, 3072, 4)] {
-            let division = Division::choose(8, rows, k, Epilogue::Store, false);
-            assert_eq!(division, Division { rows: 64, tokens: 16, splits, tile: 64 });
+        for (rows, k, splits, fixed_splits) in [
+            (4096, 1024, 1, 1),
+            (1024, 2048, 4, 4),
+            (1024, 3072, 4, 4),
+            // 32 tiles: clusters of four would take two turns.
+            (2048, 2048, 3, 2),
+        ] {
+            for (is_fixed, splits) in [(false, splits), (true, fixed_splits)] {
+                let division = Division::choose(8, rows, k, Epilogue::Store, is_fixed);
+                assert_eq!(division, Division { rows: 64, tokens: 16, splits, tile: 64 });
+            }
+        }
+    }
+
+    #[test]
+    fn products_that_are_added_take_few_bytes_from_the_cache() {
+        // Down of Qwen3-1.7B, output projection and down of -4B and of -8B.
+        for (rows, k, tokens, division) in [
+            (2048, 6144, 24, (64, 3, 64)),
+            (2048, 6144, 64, (64, 3, 64)),
+            (2560, 4096, 24, (64, 2, 40)),
+            (2560, 4096, 128, (128, 4, 128)),
+            (2560, 9728, 64, (128, 4, 88)),
+            (4096, 4096, 64, (64, 2, 64)),
+            (4096, 4096, 128, (128, 3, 128)),
+            (4096, 12_288, 48, (64, 2, 64)),
+            (4096, 12_288, 96, (128, 3, 120)),
+        ] {
+            let got = Division::choose(tokens, rows, k, Epilogue::AddResidual, false);
+            assert_eq!((got.rows, got.splits, got.tile), division, "{rows} x {k}, {tokens} tokens");
         }
     }
 
@@ -496,6 +601,9 @@ mod tests {
                 (1024, 2048),
                 (6144, 1024),
                 (1024, 3072),
+                (2048, 2048),
+                (2048, 6144),
+                (2560, 9728),
                 (16, 128),
             ] {
                 for (num_tokens, is_fixed) in (1..=128).flat_map(|n| [(n, false), (n, true)]) {
@@ -503,7 +611,10 @@ mod tests {
                     assert!(division.tokens >= num_tokens);
                     assert!(division.kernel(DType::BF16, result).is_some(), "{division:?}");
                     assert!(division.shared_bytes() <= 227 * 1024, "{division:?}");
-                    assert!(division.splits <= 8 && k / division.splits >= 128);
+                    assert!(division.splits <= MAX_SPLITS && k / division.splits >= 128);
+                    // Clusters that share k run all at once.
+                    let clusters = div_ceil(rows, division.tile);
+                    assert!(division.splits == 1 || clusters <= slots(division.splits));
                     assert!(division.tile <= division.rows);
                     assert!(result != Epilogue::SwiGlu || division.tile % 16 == 0);
                     let of_one = Division::choose(1, rows, k, result, true);
