@@ -38,6 +38,12 @@ impl ForwardBatch<'_> {
         self.token_ids.len()
     }
 
+    /// Returns the most rows that a layer has: the tokens or, after the last attention, the rows whose
+    /// logits are wanted, any of them several times.
+    pub fn max_rows(&self) -> usize {
+        self.num_tokens().max(self.logits_rows.len())
+    }
+
     /// Returns the number of sequences.
     pub fn num_seqs(&self) -> usize {
         self.context_lens.len()
