@@ -321,6 +321,41 @@ fn any_rows_can_be_wanted(model: TestModel) {
 }
 
 /// Decoding asks the driver for nothing once every buffer has been used; prints what a token costs.
+/// A pass of few tokens has more rows behind its last attention than the kernels for few tokens take.
+#[test]
+fn each_row_can_be_wanted_many_times_on_cuda() {
+    let Some(context) = cuda_context() else { return };
+    let dir = TestModel::wide_qwen3(2).write(Store::F32);
+    let model = load_on_cuda(dir.str(), Some(DType::BF16), context).expect("a model on CUDA");
+    let mut kv = model.kv_cache(10).expect("a cache");
+    let mut workspace = Workspace::new();
+    let mut run = |num_tokens: u32, rows: &[u32]| {
+        let ids: Vec<u32> = (0..num_tokens).map(|i| i * 7 % 70).collect();
+        let positions: Vec<u32> = (0..num_tokens).collect();
+        let batch = ForwardBatch {
+            token_ids: &ids,
+            positions: &positions,
+            slot_mapping: &positions,
+            cu_seqlens_q: &[0, num_tokens],
+            context_lens: &[num_tokens],
+            block_tables: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+            max_blocks_per_seq: 10,
+            logits_rows: rows,
+        };
+        let mut logits = vec![f32::NAN; rows.len() * 70];
+        let done = model.forward(&batch, &mut kv, &mut workspace, &mut logits, &|| false);
+        done.expect("the forward pass");
+        logits
+    };
+    // The longer pass also makes room for so many rows.
+    let all = run(160, &(0..160).collect::<Vec<_>>());
+    let rows: Vec<u32> = (0..160).map(|i| i % 40).collect();
+    let want: Vec<f32> =
+        rows.iter().flat_map(|&row| all[row as usize * 70..][..70].to_vec()).collect();
+    let Difference { rms, .. } = difference(&run(40, &rows), &want);
+    assert!(rms <= 0.15 * std_of(&want), "{rms:.2e}");
+}
+
 #[test]
 fn steady_state_decoding_on_cuda_allocates_nothing() {
     for name in ["qwen3-tiny-tied", "gpt2-tiny"] {
