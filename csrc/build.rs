@@ -37,6 +37,8 @@ const PTX_VERSIONS: [u32; 2] = [80, 90];
 
 /// What the sources ask to distinguish versions.
 const VERSION_CHECK: &str = "__CUDA_ARCH__ >= ";
+/// What they ask before they use instructions of Hopper alone.
+const FEATURE_CHECK: &str = "__CUDA_ARCH_FEAT_SM90_ALL";
 
 /// Kernels are compiled two at a time: one compilation takes up to 1 GB.
 const PARALLEL_COMPILATIONS: usize = 2;
@@ -228,12 +230,7 @@ fn arguments(files: &[Vec<u8>]) -> Vec<String> {
     arguments.push("-I.".to_string()); // of csrc
                                        // ptxas says which kernels it compiles; see `kernel_list`.
     arguments.extend(["-Xptxas", "-v"].map(str::to_string));
-    for arch in archs() {
-        let (ptx, code) = match (arch.strip_prefix("ptx"), arch.parse()) {
-            (Some(number), _) => (number.to_string(), format!("compute_{number}")),
-            (None, Ok(number)) => (ptx_for(number, files).to_string(), format!("sm_{number}")),
-            (None, Err(_)) => (arch.clone(), format!("sm_{arch}")),
-        };
+    for (ptx, code) in targets(&archs(), files) {
         arguments.push("-gencode".to_string());
         arguments.push(format!("arch=compute_{ptx},code={code}"));
     }
@@ -243,11 +240,38 @@ fn arguments(files: &[Vec<u8>]) -> Vec<String> {
     arguments
 }
 
+/// Returns for what a source whose text and headers are `files` is compiled: versions of PTX, and the code that is
+/// made of each. Nothing is made twice: of one PTX, machine code for a chip runs on later ones of its generation
+/// too, and what uses no instructions of Hopper alone shares its PTX with later generations.
+fn targets(archs: &[String], files: &[Vec<u8>]) -> Vec<(String, String)> {
+    let texts: Vec<_> = files.iter().map(|file| String::from_utf8_lossy(file)).collect();
+    let has_features = texts.iter().any(|text| text.contains(FEATURE_CHECK));
+    let mut numbers: Vec<u32> = archs.iter().filter_map(|arch| arch.parse().ok()).collect();
+    numbers.sort_unstable();
+    let mut targets = Vec::new();
+    let mut made = Vec::new();
+    for number in numbers {
+        let ptx = ptx_for(number, &texts);
+        if !made.contains(&(ptx, number / 10)) {
+            made.push((ptx, number / 10));
+            targets.push((ptx.to_string(), format!("sm_{number}")));
+        }
+    }
+    for arch in archs.iter().filter(|arch| arch.parse::<u32>().is_err()) {
+        targets.push(match arch.strip_prefix("ptx") {
+            Some(number) => (number.to_string(), format!("compute_{number}")),
+            None if arch == "90a" && !has_features => ("90".to_string(), "sm_90".to_string()),
+            None => (arch.clone(), format!("sm_{arch}")),
+        });
+    }
+    targets
+}
+
 /// The version of PTX of which machine code for `target`, such as 86, is made.
-fn ptx_for(target: u32, files: &[Vec<u8>]) -> u32 {
+fn ptx_for(target: u32, texts: &[impl AsRef<str>]) -> u32 {
     let mut versions = PTX_VERSIONS.to_vec();
-    for file in files {
-        for text in String::from_utf8_lossy(file).split(VERSION_CHECK).skip(1) {
+    for text in texts {
+        for text in text.as_ref().split(VERSION_CHECK).skip(1) {
             let digits = text.split(|c: char| !c.is_ascii_digit()).next().unwrap_or_default();
             versions.extend(digits.parse::<u32>().map(|number| number / 10));
         }
