@@ -37,6 +37,8 @@ const PTX_VERSIONS: [u32; 2] = [80, 90];
 
 /// What the sources ask to distinguish versions.
 const VERSION_CHECK: &str = "__CUDA_ARCH__ >= ";
+/// Chips of Jetson, which run no code of others, nor others theirs.
+const JETSON: [u32; 3] = [72, 87, 101];
 /// What they ask before they use instructions of Hopper alone.
 const FEATURE_CHECK: &str = "__CUDA_ARCH_FEAT_SM90_ALL";
 
@@ -252,17 +254,21 @@ fn targets(archs: &[String], files: &[Vec<u8>]) -> Vec<(String, String)> {
     let mut made = Vec::new();
     for number in numbers {
         let ptx = ptx_for(number, &texts);
-        if !made.contains(&(ptx, number / 10)) {
-            made.push((ptx, number / 10));
+        let generation = if JETSON.contains(&number) { number } else { number / 10 };
+        if !made.contains(&(ptx, generation)) {
+            made.push((ptx, generation));
             targets.push((ptx.to_string(), format!("sm_{number}")));
         }
     }
     for arch in archs.iter().filter(|arch| arch.parse::<u32>().is_err()) {
-        targets.push(match arch.strip_prefix("ptx") {
+        let target = match arch.strip_prefix("ptx") {
             Some(number) => (number.to_string(), format!("compute_{number}")),
             None if arch == "90a" && !has_features => ("90".to_string(), "sm_90".to_string()),
             None => (arch.clone(), format!("sm_{arch}")),
-        });
+        };
+        if !targets.contains(&target) {
+            targets.push(target);
+        }
     }
     targets
 }

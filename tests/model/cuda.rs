@@ -320,7 +320,6 @@ fn any_rows_can_be_wanted(model: TestModel) {
     assert!(bits(&again) == bits(&all));
 }
 
-/// Decoding asks the driver for nothing once every buffer has been used; prints what a token costs.
 /// A pass of few tokens has more rows behind its last attention than the kernels for few tokens take.
 #[test]
 fn each_row_can_be_wanted_many_times_on_cuda() {
@@ -358,6 +357,7 @@ fn each_row_can_be_wanted_many_times_on_cuda() {
     assert!(rms <= 0.15 * std_of(&want), "{rms:.2e}");
 }
 
+/// Decoding asks the driver for nothing once every buffer has been used; prints what a token costs.
 #[test]
 fn steady_state_decoding_on_cuda_allocates_nothing() {
     for name in ["qwen3-tiny-tied", "gpt2-tiny"] {

@@ -35,7 +35,7 @@ impl DeviceModel {
         };
         let record = workspace.steps.upload(&RecordShape::of(batch), batch, &extras)?;
         let wanted = Wanted::of(config, batch, &record, &self.attention)?;
-        let linear = self.linear.unfused(&self.context, batch.max_rows())?;
+        let linear = self.linear.of_rows(&self.context, batch.max_rows())?;
         let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
         let normed = match pass.run(kv, workspace)? {
             Some(mut act) => {

@@ -114,7 +114,7 @@ impl DeviceModel {
             } else {
                 Wanted::of(config, batch, &record, &self.attention)?
             };
-            let linear = self.linear.unfused(&self.context, batch.max_rows())?;
+            let linear = self.linear.of_rows(&self.context, batch.max_rows())?;
             let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
             return self.finish_pass(&pass, kv, workspace, ending);
         }

@@ -10,9 +10,9 @@
 //!   products run on tensor cores, and the output projection is fused into the attention.
 //! * A few rows of a narrow model: norms are fused into the products, which run on tensor cores, also
 //!   by weights of 4 or 8 bits.
-//! * Everything else: separate norms, which add what is pending, and products. More than
-//!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel for prompts where that is the fastest, and
-//!   otherwise by [`gemm`].
+//! * Everything else: separate norms, which add what is pending, and products. Up to
+//!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel of the chain where it serves the weights,
+//!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
 //! tensor cores, and on Hopper one for a single row of a wide stream, which normalises it too; for
@@ -271,8 +271,8 @@ impl LinearPlan {
         self.has_chain.then_some(MAX_CHAIN_ROWS)
     }
 
-    /// Returns the layers of a pass of up to `num_rows` rows in which no norm is fused into a product.
-    pub fn unfused<'a>(
+    /// Returns the layers of any other pass than a step that decodes, of up to `num_rows` rows.
+    pub fn of_rows<'a>(
         &'a self,
         context: &'a ComputeContext,
         num_rows: usize,
