@@ -559,7 +559,8 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QuantisedManyParams, scale_type, 564, 4); \
   XSERV_FIELD(QuantisedManyParams, epilogue, 568, 4); \
   XSERV_FIELD(QuantisedManyParams, has_zeros, 572, 4); \
-  XSERV_FIELD(QuantisedManyParams, padding, 576, 64); \
+  XSERV_FIELD(QuantisedManyParams, first_tile, 576, 4); \
+  XSERV_FIELD(QuantisedManyParams, padding, 580, 60); \
   static_assert(sizeof(QuantisedManyParams) == 640, "QuantisedManyParams has another size in Rust")
 
 #define XSERV_LAYOUT_QuantisedOneParams \

@@ -109,11 +109,14 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kN / 2], const uint32
 // The same for e4m3 and 32 inputs, both along k; any layout in shared memory.
 template <int kN>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192, "columns for which the instruction is spelled out");
+  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192,
+                "columns for which the instruction is spelled out");
   if constexpr (kN == 32) {
     XSERV_WGMMA_E("32", XSERV_R1, "16", "17", "18", XSERV_D16(0));
   } else if constexpr (kN == 64) {
     XSERV_WGMMA_E("64", XSERV_R3, "32", "33", "34", XSERV_D32(0));
+  } else if constexpr (kN == 96) {
+    XSERV_WGMMA_E("96", XSERV_R5, "48", "49", "50", XSERV_D32(0), XSERV_D16(32));
   } else if constexpr (kN == 128) {
     XSERV_WGMMA_E("128", XSERV_R7, "64", "65", "66", XSERV_D32(0), XSERV_D32(32));
   } else {

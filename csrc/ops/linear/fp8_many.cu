@@ -55,6 +55,9 @@ struct Fp8Many {
   static constexpr int kOtherRegisters = 32;
   static constexpr int kRegisters =
       (65536 / kThreads / 8 * 8 * (kGroups + 1) - kOtherRegisters) / kGroups / 8 * 8;
+  // Where the registers have room for the products of two stages, one is multiplied while the other is added up;
+  // otherwise the groups take turns.
+  static constexpr int kBuffers = 3 * kSums + 24 <= kRegisters ? 2 : 1;
   static constexpr uint32_t kTokenBytes = kTokens * 128, kTileBytes = 2048;
   static constexpr uint32_t kCodes = kTokenBytes, kScales = kCodes + kTiles * kTileBytes;
   static constexpr uint32_t kTokenScales = kScales + kTiles * 64;
@@ -147,7 +150,7 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     const uint32_t codes = S::kCodes + warp / 4 * (4 * S::kTileBytes);
     const uint32_t pairs = S::kScales + ((warp * 8 + row) << (is_f32 ? 3 : 2));
     const uint32_t token_scales = S::kTokenScales + (lane & 3) * 8;
-    float products[2][kSums], total[kSums];
+    float products[S::kBuffers][kSums], total[kSums];
     uint32_t next_stage = ring, next_barrier = full, next_parity = 0;  // of the stage that is multiplied next
     uint32_t last_stage = ring, last_barrier = full;  // of the stage whose products are added next
     // Multiplies a stage.
@@ -197,20 +200,27 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
       place(unit, tile, token);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) total[i] = 0.0f;
-      issue(products[0]);
       int left = end - begin;
-      for (; left > 2; left -= 2) {
-        issue(products[1]);
-        finish(products[0], true);
-        issue(products[0]);
-        finish(products[1], true);
-      }
-      if (left == 2) {
-        issue(products[1]);
-        finish(products[0], true);
-        finish(products[1], false);
+      if constexpr (S::kBuffers == 1) {
+        for (; left > 0; --left) {
+          issue(products[0]);
+          finish(products[0], false);
+        }
       } else {
-        finish(products[0], false);
+        issue(products[0]);
+        for (; left > 2; left -= 2) {
+          issue(products[1]);
+          finish(products[0], true);
+          issue(products[0]);
+          finish(products[1], true);
+        }
+        if (left == 2) {
+          issue(products[1]);
+          finish(products[0], true);
+          finish(products[1], false);
+        } else {
+          finish(products[0], false);
+        }
       }
       dependency_wait();
       if (num_splits == 1) {
@@ -240,8 +250,13 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps, false>(
-          p, staging, tile, token, S::kTiles * kFragments, 1, split, num_splits);
+      constexpr Epilogue kEpilogue = decltype(epilogue)::value;
+      constexpr int kAll = S::kTiles * kFragments;
+      if constexpr (kFragments < 16) {
+        store_quantised<T, kEpilogue, kFragments, S::kWarps, false>(p, staging, tile, token, kAll, 1, split, num_splits);
+      } else {
+        store_many_fragments<T, kEpilogue, kFragments, S::kWarps>(p, staging, tile, token, kAll, split, num_splits);
+      }
     });
     meet(num_splits);
   }
@@ -261,7 +276,10 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
   XSERV_FP8_MANY(32, 3, SUFFIX, T)     \
   XSERV_FP8_MANY(64, 2, SUFFIX, T)     \
   XSERV_FP8_MANY(64, 3, SUFFIX, T)     \
-  XSERV_FP8_MANY(128, 2, SUFFIX, T)
+  XSERV_FP8_MANY(96, 2, SUFFIX, T)     \
+  XSERV_FP8_MANY(96, 3, SUFFIX, T)     \
+  XSERV_FP8_MANY(128, 2, SUFFIX, T)    \
+  XSERV_FP8_MANY(128, 3, SUFFIX, T)
 XSERV_FP8_MANY_ALL(f16, __half)
 XSERV_FP8_MANY_ALL(bf16, __nv_bfloat16)
 #endif

@@ -109,6 +109,47 @@ __device__ __forceinline__ void store_quantised(const Params& p, const float4* s
   }
 }
 
+// The same for a cluster of blocks whose warps have all inputs of their rows, four fragments at a time: a warp waits once
+// for all that it reads of other blocks and of the residual stream. With few fragments the longer code costs more.
+template <typename T, Epilogue kEpilogue, int kFragments, int kWarps, typename Params>
+__device__ __forceinline__ void store_many_fragments(const Params& p, const float4* staging, int first_tile,
+                                                     int first_token, int num_fragments, int split, int num_splits) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kBatch = 4;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, step = num_splits * kWarps;
+  const auto fragment = [&](int i) {
+    return Fragment<T, kEpilogue, false>(p, (first_tile + i / kFragments) * Params::tile_rows, 0,
+                                         first_token + i % kFragments * 8);
+  };
+  for (int first = split * kWarps + warp; first < num_fragments; first += kBatch * step) {
+    uint2 old[kBatch];
+    float4 total[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      total[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (first + i * step < num_fragments) old[i] = fragment(first + i * step).load();
+    }
+    for (int s = 0; s < num_splits; ++s) {
+      const uint32_t source = cluster_address(shared_address(staging + first * 32 + lane), s);
+      float4 part[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i * step < num_fragments) part[i] = cluster_load(source + i * step * 512);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        total[i].x += part[i].x, total[i].y += part[i].y, total[i].z += part[i].z, total[i].w += part[i].w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * step < num_fragments) fragment(first + i * step).store(total[i], old[i]);
+    }
+  }
+#endif
+}
+
 template <Epilogue kEpilogue>
 struct EpilogueTag {
   static constexpr Epilogue value = kEpilogue;

@@ -46,7 +46,8 @@ struct QuantisedManyParams {
   int scale_type;     // a ScaleType
   int epilogue;       // an Epilogue
   int has_zeros;
-  int padding[16];
+  int first_tile;     // of a launch, which may have some of a weight's tiles
+  int padding[15];
   static constexpr int tile_rows = 16;
 };
 XSERV_LAYOUT_QuantisedManyParams;
@@ -186,7 +187,7 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int split = cluster_rank(), num_splits = cluster_size();
   const int begin = split * p.num_stages / num_splits, end = (split + 1) * p.num_stages / num_splits;
-  const int block_tile = blockIdx.x / num_splits * S::kTiles, first_token = blockIdx.y * kTokens;
+  const int block_tile = p.first_tile + blockIdx.x / num_splits * S::kTiles, first_token = blockIdx.y * kTokens;
 
   if (threadIdx.x == S::kWarps * 32) {
     tensor_map_prefetch(&p.codes);
@@ -394,8 +395,13 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps, false>(
-          p, staging, block_tile, first_token, S::kTiles * kFragments, 1, split, num_splits);
+      constexpr Epilogue kEpilogue = decltype(epilogue)::value;
+      constexpr int kAll = S::kTiles * kFragments;
+      if constexpr (kFragments < 16) {
+        store_quantised<T, kEpilogue, kFragments, S::kWarps, false>(p, staging, block_tile, first_token, kAll, 1, split, num_splits);
+      } else {
+        store_many_fragments<T, kEpilogue, kFragments, S::kWarps>(p, staging, block_tile, first_token, kAll, split, num_splits);
+      }
     });
     meet(num_splits);
   }

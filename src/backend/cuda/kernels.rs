@@ -305,10 +305,13 @@ kernels! {
     }
     "linear/fp8_many" {
         LINEAR_FP8_MANY_128X2 "xserv_linear_fp8_many_128x2" f16 bf16;
+        LINEAR_FP8_MANY_128X3 "xserv_linear_fp8_many_128x3" f16 bf16;
         LINEAR_FP8_MANY_32X2 "xserv_linear_fp8_many_32x2" f16 bf16;
         LINEAR_FP8_MANY_32X3 "xserv_linear_fp8_many_32x3" f16 bf16;
         LINEAR_FP8_MANY_64X2 "xserv_linear_fp8_many_64x2" f16 bf16;
         LINEAR_FP8_MANY_64X3 "xserv_linear_fp8_many_64x3" f16 bf16;
+        LINEAR_FP8_MANY_96X2 "xserv_linear_fp8_many_96x2" f16 bf16;
+        LINEAR_FP8_MANY_96X3 "xserv_linear_fp8_many_96x3" f16 bf16;
     }
     "linear/fp8_prefill" {
         LINEAR_FP8_PREFILL_128X2 "xserv_linear_fp8_prefill_128x2" f16 bf16;

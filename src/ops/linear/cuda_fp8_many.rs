@@ -8,8 +8,9 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{cuda, float};
+use crate::ops::linear::cuda_parts::{clusters, MULTIPROCESSORS};
 use crate::ops::linear::cuda_quantised_blocks::{
-    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, MULTIPROCESSORS,
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages,
 };
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
@@ -63,23 +64,24 @@ struct Shape {
     stage_cost: usize,
 }
 
-const SHAPES: [Shape; 5] = {
+const SHAPES: [Shape; 8] = {
     const fn shape(tokens: usize, groups: usize, stage_cost: usize) -> Shape {
         Shape { tokens, groups, stage_cost }
     }
-    [shape(32, 2, 26), shape(32, 3, 33), shape(64, 2, 38), shape(64, 3, 50), shape(128, 2, 58)]
+    [
+        shape(32, 2, 26),
+        shape(32, 3, 33),
+        shape(64, 2, 38),
+        shape(64, 3, 50),
+        shape(96, 2, 48),
+        shape(96, 3, 66),
+        shape(128, 2, 58),
+        shape(128, 3, 82),
+    ]
 };
 
-/// How many blocks of clusters of so many the chip holds at a time: 8 groups of 16 to 18
-/// multiprocessors, which no cluster leaves.
-const ROOM: [(usize, usize); 6] = [
-    (1, MULTIPROCESSORS as usize),
-    (2, MULTIPROCESSORS as usize),
-    (3, 120),
-    (4, 120),
-    (5, 110),
-    (6, 96),
-];
+/// The most blocks that a cluster may have.
+const MAX_SPLITS: usize = 6;
 /// What a kernel takes beside its tiles, and what a tile takes beside its stages, in the same units.
 pub(super) const KERNEL_COST: usize = 180;
 pub(super) const TILE_COST: usize = 220;
@@ -92,7 +94,7 @@ const MEMORY_BYTES: usize = 42_000;
 const MEMORY_COST: usize = 70;
 
 /// The most blocks of a cluster, unless they leave most of the chip idle.
-const MAX_SPLITS: usize = 3;
+const USUAL_SPLITS: usize = 3;
 
 /// How long two things take that a chip does at the same time: hardly more than the longer one.
 pub(super) fn together(work: usize, memory: usize) -> usize {
@@ -124,7 +126,10 @@ impl Shape {
             (32, 3) => kernels::LINEAR_FP8_MANY_32X3,
             (64, 2) => kernels::LINEAR_FP8_MANY_64X2,
             (64, 3) => kernels::LINEAR_FP8_MANY_64X3,
+            (96, 2) => kernels::LINEAR_FP8_MANY_96X2,
+            (96, 3) => kernels::LINEAR_FP8_MANY_96X3,
             (128, 2) => kernels::LINEAR_FP8_MANY_128X2,
+            (128, 3) => kernels::LINEAR_FP8_MANY_128X3,
             _ => return None,
         };
         kernel.of(dtype)
@@ -143,15 +148,14 @@ impl Fp8ManyDivision {
     /// Returns the division of a product by its sizes that takes the least time. No measurement is
     /// made, so it is the same on every load.
     pub(super) fn choose(num_tokens: usize, layout: &TileLayout) -> Option<Self> {
-        let splits = ROOM.iter().map(|&(splits, _)| splits);
-        let all =
-            splits.flat_map(|splits| SHAPES.map(move |shape| Fp8ManyDivision { shape, splits }));
+        let most = MAX_SPLITS.min(num_stages(layout));
+        let all = (1..=most)
+            .flat_map(|splits| SHAPES.map(move |shape| Fp8ManyDivision { shape, splits }));
         // More than three blocks of a cluster are for products with few rows.
         let is_few = |division: &Fp8ManyDivision| {
-            division.units(num_tokens, layout) * MAX_SPLITS < MULTIPROCESSORS as usize / 2
+            division.units(num_tokens, layout) * USUAL_SPLITS < MULTIPROCESSORS / 2
         };
-        all.filter(|division| division.splits <= num_stages(layout))
-            .filter(|division| division.splits <= MAX_SPLITS || is_few(division))
+        all.filter(|division| division.splits <= USUAL_SPLITS || is_few(division))
             .min_by_key(|division| (division.cost(num_tokens, layout), division.splits))
     }
 
@@ -162,15 +166,12 @@ impl Fp8ManyDivision {
     /// About how long the product takes, in units of 10 ns.
     pub(super) fn cost(&self, num_tokens: usize, layout: &TileLayout) -> usize {
         let Shape { tokens, stage_cost, .. } = self.shape;
-        let blocks = self.units(num_tokens, layout).saturating_mul(self.splits);
-        let room = ROOM.iter().find(|&&(splits, _)| splits == self.splits);
-        let room = room.map_or(1, |&(_, room)| room);
+        let waves = self.units(num_tokens, layout).div_ceil(clusters(self.splits));
         let stages = num_stages(layout).div_ceil(self.splits);
         // The sums of a cluster pass through shared memory, and blocks by themselves stay for several tiles,
         // where clusters begin anew.
         let (sum, again) = if self.splits > 1 { (50 + 2 * tokens, AGAIN_COST) } else { (0, 0) };
         let stage = stage_cost + if num_tokens > tokens { REREAD_COST } else { 0 };
-        let waves = blocks.div_ceil(room);
         let work = waves.saturating_mul(TILE_COST + sum + stages * stage);
         KERNEL_COST + together(work + waves.saturating_sub(1) * again, memory_cost(layout))
     }
@@ -191,7 +192,7 @@ impl Fp8ManyDivision {
         let Shape { tokens, groups, .. } = self.shape;
         let units = self.units(num_tokens as usize, layout);
         let blocks = match self.splits {
-            1 => units.min(MULTIPROCESSORS as usize),
+            1 => units.min(MULTIPROCESSORS),
             splits => units.saturating_mul(splits),
         };
         let (Some(kernel), Ok(_), Ok(blocks)) =
@@ -329,6 +330,8 @@ mod tests {
             (32, 4096, 12_288, (32, 2, 3)),
             (64, 24_576, 4096, (64, 3, 1)),
             (64, 4096, 12_288, (64, 2, 3)),
+            (96, 24_576, 4096, (96, 3, 1)),
+            (96, 4096, 12_288, (96, 2, 3)),
             (128, 4096, 4096, (64, 2, 2)),
             (128, 6144, 4096, (64, 3, 2)),
             (128, 4096, 12_288, (128, 2, 3)),

@@ -10,8 +10,9 @@ use crate::ops::common::contiguous::float;
 use crate::ops::linear::cuda_fp8_many::{
     memory_cost, together, OperandMaps, GROUP_TOKENS, KERNEL_COST, TILE_COST,
 };
+use crate::ops::linear::cuda_parts::MULTIPROCESSORS;
 use crate::ops::linear::cuda_quantised_blocks::{
-    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, MULTIPROCESSORS,
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages,
 };
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
@@ -88,7 +89,7 @@ impl Fp8PrefillDivision {
 
     /// About how long the product takes, in units of 10 ns.
     pub(super) fn cost(self, num_tokens: usize, layout: &TileLayout) -> usize {
-        let waves = self.units(num_tokens, layout).div_ceil(MULTIPROCESSORS as usize);
+        let waves = self.units(num_tokens, layout).div_ceil(MULTIPROCESSORS);
         let work = waves.saturating_mul(TILE_COST + num_stages(layout) * self.stage_cost);
         KERNEL_COST + together(work, memory_cost(layout))
     }
@@ -133,7 +134,7 @@ impl Fp8PrefillDivision {
             )));
         };
         let launch = Launch {
-            grid: (units.min(MULTIPROCESSORS as usize) as u32, 1, 1),
+            grid: (units.min(MULTIPROCESSORS) as u32, 1, 1),
             block: (self.groups as u32 + 1) * 128,
             shared_bytes: self.shared_bytes() as u32,
         };

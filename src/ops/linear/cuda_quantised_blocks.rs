@@ -5,12 +5,12 @@ use crate::backend::cuda::{Kernel, Launch};
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, matrix_size};
-use crate::ops::linear::Epilogue;
+use crate::ops::linear::{cuda_parts, Epilogue};
 use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
 
-/// The number of multiprocessors of the chips for which products are divided (H100, H200).
-pub(super) const MULTIPROCESSORS: u64 = 132;
+/// The multiprocessors of the chips for which products are divided.
+pub(super) const MULTIPROCESSORS: u64 = cuda_parts::MULTIPROCESSORS as u64;
 /// The warps of a block, and log2 of them.
 pub(super) const WARPS: u64 = 8;
 pub(super) const WARPS_SHIFT: u32 = 3;

@@ -8,7 +8,8 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{cuda, float};
-use crate::ops::linear::cuda_quantised_blocks::{epilogue_number, MULTIPROCESSORS};
+use crate::ops::linear::cuda_parts::{clusters, fastest_parts, Alone, Part, Parts};
+use crate::ops::linear::cuda_quantised_blocks::epilogue_number;
 use crate::ops::linear::{quantised_kernels, Epilogue};
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK, TILE_ROWS};
@@ -35,7 +36,8 @@ kernel_struct! {
         scale_type: i32,
         epilogue: i32,
         has_zeros: i32,
-        padding: [i32; 16],
+        first_tile: i32,
+        padding: [i32; 15],
     }
 }
 
@@ -90,17 +92,8 @@ const SHAPES: [Shape; 7] = {
     ]
 };
 
-/// How many blocks of clusters of so many the chip holds at a time: 8 groups of 16 to 18
-/// multiprocessors, which no cluster leaves.
-const ROOM: [(usize, usize); 7] = [
-    (1, MULTIPROCESSORS as usize),
-    (2, MULTIPROCESSORS as usize),
-    (3, 120),
-    (4, 120),
-    (5, 110),
-    (6, 96),
-    (8, 96),
-];
+/// The blocks that a cluster may have.
+const SPLITS: [usize; 7] = [1, 2, 3, 4, 5, 6, 8];
 /// What a wave of blocks takes beside its stages, and what the sum over a cluster takes, in the same
 /// units.
 const BLOCK_COST: usize = 400;
@@ -128,12 +121,36 @@ impl Shape {
     }
 }
 
-/// How a product is divided.
+/// The blocks of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ManyDivision {
+struct Blocks {
     shape: Shape,
     /// The blocks of a cluster, which share k.
     splits: usize,
+}
+
+impl Blocks {
+    fn clusters(&self, num_tiles: usize) -> usize {
+        num_tiles.div_ceil(self.shape.tiles())
+    }
+
+    fn token_groups(&self, num_tokens: usize) -> usize {
+        num_tokens.div_ceil(self.shape.tokens)
+    }
+
+    /// About how long so many tiles of a weight take, in units of 10 ns.
+    fn cost(&self, num_tokens: usize, num_tiles: usize, num_stages: usize) -> usize {
+        let all = self.clusters(num_tiles).saturating_mul(self.token_groups(num_tokens));
+        let stages = num_stages.div_ceil(self.splits);
+        let sum = if self.splits > 1 { SUM_COST } else { 0 };
+        all.div_ceil(clusters(self.splits)) * (BLOCK_COST + sum + stages * self.shape.stage_cost)
+    }
+}
+
+/// How a product is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ManyDivision {
+    parts: Parts<Blocks>,
     /// The inputs that have one scale in a product: 64, or 32.
     piece_inputs: usize,
 }
@@ -156,28 +173,24 @@ impl ManyDivision {
         }
         let is_fine = is_fine(layout);
         let piece_inputs = if is_fine { CHUNK / 2 } else { CHUNK };
-        let splits = ROOM.iter().map(|&(splits, _)| splits);
-        let all = splits.flat_map(|splits| {
-            SHAPES.map(move |shape| ManyDivision { shape, splits, piece_inputs })
+        let num_stages = num_stages(layout);
+        let is_served = |shape: &Shape| !is_fine || FINE.contains(&(shape.tokens, shape.groups));
+        let blocks = |splits: usize| {
+            SHAPES.into_iter().filter(is_served).map(move |shape| Blocks { shape, splits })
+        };
+        let cost = |blocks: Blocks, tiles: usize| blocks.cost(num_tokens, tiles, num_stages);
+        let fastest = |tiles: usize| {
+            let all = SPLITS.into_iter().filter(|&splits| splits <= num_stages).flat_map(blocks);
+            let all = all.map(|blocks| (cost(blocks, tiles), blocks));
+            // Of those that take as long, the fewest blocks.
+            all.min_by_key(|(cost, blocks)| (*cost, blocks.clusters(tiles) * blocks.splits))
+        };
+        let alone = blocks(1).map(|blocks| {
+            let token_groups = blocks.token_groups(num_tokens);
+            Alone { blocks, tiles: blocks.shape.tiles(), token_groups }
         });
-        all.filter(|division| division.splits <= num_stages(layout))
-            .filter(|&ManyDivision { shape, .. }| {
-                !is_fine || FINE.contains(&(shape.tokens, shape.groups))
-            })
-            .min_by_key(|division| division.cost(num_tokens, layout))
-    }
-
-    fn blocks(&self, layout: &TileLayout) -> usize {
-        layout.num_tiles().div_ceil(self.shape.tiles()) * self.splits
-    }
-
-    fn cost(&self, num_tokens: usize, layout: &TileLayout) -> (usize, usize) {
-        let blocks = self.blocks(layout) * num_tokens.div_ceil(self.shape.tokens);
-        let room = ROOM.iter().find(|&&(splits, _)| splits == self.splits);
-        let room = room.map_or(1, |&(_, room)| room);
-        let stages = num_stages(layout).div_ceil(self.splits);
-        let sum = if self.splits > 1 { SUM_COST } else { 0 };
-        (blocks.div_ceil(room) * (BLOCK_COST + sum + stages * self.shape.stage_cost), blocks)
+        let (_, parts) = fastest_parts(layout.num_tiles(), alone, cost, fastest)?;
+        Some(ManyDivision { parts, piece_inputs })
     }
 
     /// The pieces of a group, and log2 of the groups, or parts of them, that a stage has.
@@ -204,18 +217,36 @@ impl ManyDivision {
         epilogue: Epilogue,
         out: &Tensor,
     ) -> Result<()> {
+        for part in self.parts.iter().flatten() {
+            self.launch_part(part, cuda, x, weight, bias, epilogue, out)?;
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // those of `launch`, and the part
+    fn launch_part(
+        &self,
+        part: &Part<Blocks>,
+        cuda: &CudaContext,
+        x: &Tensor,
+        weight: &QuantisedTiles<'_>,
+        bias: Option<&Tensor>,
+        epilogue: Epilogue,
+        out: &Tensor,
+    ) -> Result<()> {
         let dtype = float("out", out)?;
+        let Blocks { shape, splits } = part.blocks;
         let (layout, regions) = (weight.layout(), weight.regions());
         let [num_tokens, n] = [0, 1].map(|i| out.shape().get(i).copied().unwrap_or(0));
-        let Shape { tokens, .. } = self.shape;
-        let token_groups = (num_tokens as usize).div_ceil(tokens);
+        let token_groups = part.blocks.token_groups(num_tokens as usize);
+        let blocks = part.blocks.clusters(part.num_tiles) * splits;
         let launch = Launch {
-            grid: (self.blocks(layout) as u32, token_groups as u32, 1),
-            block: (self.shape.groups as u32 + 1) * 128,
-            shared_bytes: self.shape.shared_bytes(layout, self.piece_inputs) as u32,
+            grid: (blocks as u32, token_groups as u32, 1),
+            block: (shape.groups as u32 + 1) * 128,
+            shared_bytes: shape.shared_bytes(layout, self.piece_inputs) as u32,
         };
         let code = layout.format().code;
-        let kernel = self.shape.kernel(code, self.piece_inputs, dtype);
+        let kernel = shape.kernel(code, self.piece_inputs, dtype);
         let (Some(kernel), true) = (kernel, token_groups <= usize::from(u16::MAX)) else {
             return Err(Error::internal(format!(
                 "no quantised product of {num_tokens} tokens with {layout:?} in {dtype}"
@@ -223,8 +254,8 @@ impl ManyDivision {
         };
         let (group_pieces, unit_shift) = self.groups(layout);
         // Elements outside of x are copied more slowly than others.
-        let token_box = tokens.min((num_tokens as usize).next_multiple_of(8));
-        let (tiles, of_block) = (layout.num_tiles(), self.shape.tiles());
+        let token_box = shape.tokens.min((num_tokens as usize).next_multiple_of(8));
+        let (tiles, of_block) = (layout.num_tiles(), shape.tiles());
         let code_bytes = code.bits();
         let code_elements = layout.num_chunks() * STAGE_ELEMENTS / 2;
         let scale_bytes = if layout.format().scale == DType::F32 { 4 } else { 2 };
@@ -263,12 +294,13 @@ impl ManyDivision {
             scale_type: scale_number(layout.format().scale),
             epilogue: epilogue_number(epilogue),
             has_zeros: layout.format().has_zeros.into(),
-            padding: [0; 16],
+            first_tile: part.first_tile as i32,
+            padding: [0; 15],
         };
         let arguments = Arguments::new().value(&params);
         // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
         // maps, and the stores are bounded by num_tokens and n.
-        unsafe { cuda.launch_clusters(kernel, launch, self.splits as u32, arguments) }
+        unsafe { cuda.launch_clusters(kernel, launch, splits as u32, arguments) }
     }
 }
 
@@ -299,11 +331,19 @@ mod tests {
                     for num_tokens in MIN_TOKENS..300 {
                         let division = ManyDivision::choose(num_tokens, &layout).unwrap();
                         let piece = division.piece_inputs;
-                        assert!(division.splits <= num_stages(&layout));
-                        assert!(division.shape.shared_bytes(&layout, piece) <= 227 << 10);
-                        for dtype in [DType::F16, DType::BF16] {
-                            assert!(division.shape.kernel(code, piece, dtype).is_some());
+                        let mut end = 0;
+                        for Part { blocks, first_tile, num_tiles } in
+                            division.parts.iter().flatten()
+                        {
+                            assert!(blocks.splits <= num_stages(&layout));
+                            assert!(blocks.shape.shared_bytes(&layout, piece) <= 227 << 10);
+                            for dtype in [DType::F16, DType::BF16] {
+                                assert!(blocks.shape.kernel(code, piece, dtype).is_some());
+                            }
+                            assert_eq!(*first_tile, end);
+                            end += num_tiles;
                         }
+                        assert_eq!(end, layout.num_tiles());
                         let (group_pieces, _) = division.groups(&layout);
                         assert!(group_pieces.is_multiple_of(sum_pieces(group_pieces)));
                         assert!(
@@ -312,6 +352,29 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn what_whole_waves_leave_over_is_a_part_of_its_own() {
+        for (num_tokens, rows, k, first, rest) in [
+            // Gate and up of Qwen3-8B, -4B and -14B.
+            (128, 24_576, 4096, (128, 2, 1), (128, 2, 2)),
+            (128, 19_456, 2560, (128, 2, 1), (128, 2, 5)),
+            (32, 34_816, 5120, (32, 4, 1), (32, 2, 8)),
+            // Those of the tests of the products.
+            (101, 17_500, 512, (128, 2, 1), (32, 2, 4)),
+            (200, 8501, 512, (128, 2, 1), (32, 2, 4)),
+            (20, 34_100, 512, (32, 4, 1), (32, 2, 4)),
+        ] {
+            let layout = layout(rows, k, Code::Int4, 128);
+            let division = ManyDivision::choose(num_tokens, &layout).unwrap();
+            let shapes = division.parts.map(|part| {
+                part.map(|Part { blocks: Blocks { shape, splits }, .. }| {
+                    (shape.tokens, shape.groups, splits)
+                })
+            });
+            assert_eq!(shapes, [Some(first), Some(rest)], "{num_tokens} {rows} {k}");
         }
     }
 
@@ -328,8 +391,11 @@ mod tests {
             (512, 24_576, 4096, (128, 2, 1)),
         ] {
             let layout = layout(rows, k, Code::Int4, 128);
-            let ManyDivision { shape, splits, .. } =
-                ManyDivision::choose(num_tokens, &layout).unwrap();
+            let [Some(part), None] = ManyDivision::choose(num_tokens, &layout).unwrap().parts
+            else {
+                panic!("{num_tokens} {rows} {k}: two parts");
+            };
+            let Blocks { shape, splits } = part.blocks;
             assert_eq!((shape.tokens, shape.groups, splits), chosen, "{num_tokens} {rows} {k}");
         }
     }

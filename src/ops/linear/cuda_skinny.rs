@@ -9,7 +9,7 @@ use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
-use crate::ops::linear::Epilogue;
+use crate::ops::linear::{cuda_parts, Epilogue};
 
 kernel_struct! {
     /// The kernel has the same struct.
@@ -31,7 +31,7 @@ kernel_struct! {
 /// The largest number of tokens.
 pub const SKINNY_TOKENS: usize = 128;
 /// The number of multiprocessors of the chips for which tiles are chosen (H100, H200).
-const MULTIPROCESSORS: i64 = 132;
+const MULTIPROCESSORS: i64 = cuda_parts::MULTIPROCESSORS as i64;
 /// Matrices with more rows than this have one for each token of a vocabulary.
 const VOCABULARY_ROWS: i64 = 192 * 512;
 /// in_features is a multiple of this.
@@ -82,14 +82,9 @@ const BYTES_PER_MISSING_PART: i64 = 2 << 20;
 /// The bytes that the L2 gives while the device's memory gives one.
 const L2_BYTES: i64 = 2;
 
-/// The clusters of `splits` blocks that are resident at a time; one more would wait for another to
-/// end. Clusters of more than two leave multiprocessors idle (H200: 30 of four, and 37 to 39 of three).
+/// The clusters of `splits` blocks that are resident at a time.
 fn slots(splits: i64) -> i64 {
-    match splits {
-        3 => 36,
-        4 => 30,
-        _ => MULTIPROCESSORS / splits,
-    }
+    cuda_parts::clusters(splits as usize) as i64
 }
 
 /// Returns value / divisor, rounded up.

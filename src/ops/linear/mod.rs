@@ -19,6 +19,7 @@ pub mod cuda_gemv_mma;
 pub mod cuda_narrow;
 pub mod cuda_narrow_quantised;
 pub mod cuda_numbers;
+mod cuda_parts;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
 pub mod cuda_quantised;

@@ -272,6 +272,22 @@ fn quantised_products_of_any_size_on_cuda_are_rounded_as_in_transformers() {
     }
 }
 
+/// Rows that whole waves of blocks leave over are computed by a second launch: for these sizes, says a test of the
+/// division.
+#[test]
+fn quantised_products_in_two_launches_on_cuda() {
+    let Some(context) = context() else { return };
+    for (code, size, epilogue, tokens) in [
+        (Code::Int4, (8750, 512), Epilogue::SwiGlu, 101),
+        (Code::Int8, (8501, 512), Epilogue::AddResidual, 200),
+        (Code::Fp8, (34_100, 512), Epilogue::Store, 20),
+    ] {
+        let format = format(code, 128, false, DType::F16);
+        let has_bias = epilogue == Epilogue::Store;
+        check(&context, Case { dtype: DType::BF16, format, epilogue, has_bias, size }, &[tokens]);
+    }
+}
+
 /// Vocabularies have any number of rows: results of an odd number of columns, of a number that is no
 /// multiple of 8, and of fewer than a pair has.
 #[test]
