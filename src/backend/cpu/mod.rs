@@ -192,7 +192,8 @@ impl CpuBackend {
     #[inline]
     pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Output {
         match self.isa {
-            Isa::Portable => kernel.run::<Portable>(),
+            Isa::EmulatedAmx if K::HAS_TILES => kernel.run::<Emulated>(),
+            Isa::Portable | Isa::EmulatedAmx => kernel.run::<Portable>(),
             // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { x86::run_avx2(kernel) },
@@ -205,7 +206,6 @@ impl CpuBackend {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Amx => unsafe { x86::run_avx512_amx(kernel) },
-            Isa::EmulatedAmx => kernel.run::<Emulated>(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => kernel.run::<Portable>(),
         }

@@ -38,6 +38,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
 pub trait Kernel {
     /// The result of the body.
     type Output;
+    /// Whether the body multiplies by [`Simd::Tiles`]. The others are not compiled once more for
+    /// [`Emulated`](super::portable::Emulated), which has nothing else of its own.
+    const HAS_TILES: bool = false;
     /// Runs the body. Must be `#[inline(always)]`.
     fn run<S: Simd>(self) -> Self::Output;
 }

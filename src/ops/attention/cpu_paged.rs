@@ -415,6 +415,7 @@ struct TileLane<'a, 'b> {
 
 impl Kernel for TileLane<'_, '_> {
     type Output = ();
+    const HAS_TILES: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(mut self) {

@@ -270,6 +270,7 @@ struct OneTileRow([f32; TILE_ROWS * PANEL_COLUMNS]);
 
 impl<P: TileEpilogue> Kernel for Lane<'_, P> {
     type Output = ();
+    const HAS_TILES: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self) {

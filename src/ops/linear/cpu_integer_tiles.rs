@@ -164,6 +164,7 @@ struct Pending {
 
 impl<P: TileEpilogue> Kernel for Lane<'_, P> {
     type Output = ();
+    const HAS_TILES: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self) {
