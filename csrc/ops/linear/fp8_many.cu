@@ -250,13 +250,8 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      constexpr Epilogue kEpilogue = decltype(epilogue)::value;
-      constexpr int kAll = S::kTiles * kFragments;
-      if constexpr (kFragments < 16) {
-        store_quantised<T, kEpilogue, kFragments, S::kWarps, false>(p, staging, tile, token, kAll, 1, split, num_splits);
-      } else {
-        store_many_fragments<T, kEpilogue, kFragments, S::kWarps>(p, staging, tile, token, kAll, split, num_splits);
-      }
+      store_cluster<T, decltype(epilogue)::value, kFragments, S::kWarps>(
+          p, staging, tile, token, S::kTiles * kFragments, split, num_splits);
     });
     meet(num_splits);
   }

@@ -150,6 +150,19 @@ __device__ __forceinline__ void store_many_fragments(const Params& p, const floa
 #endif
 }
 
+// Whichever of the two is faster for that many fragments of a tile's 16 rows.
+template <typename T, Epilogue kEpilogue, int kFragments, int kWarps, typename Params>
+__device__ __forceinline__ void store_cluster(const Params& p, const float4* staging, int first_tile, int first_token,
+                                              int num_fragments, int split, int num_splits) {
+  if constexpr (kFragments < 16) {
+    store_quantised<T, kEpilogue, kFragments, kWarps, false>(p, staging, first_tile, first_token, num_fragments, 1,
+                                                             split, num_splits);
+  } else {
+    store_many_fragments<T, kEpilogue, kFragments, kWarps>(p, staging, first_tile, first_token, num_fragments, split,
+                                                           num_splits);
+  }
+}
+
 template <Epilogue kEpilogue>
 struct EpilogueTag {
   static constexpr Epilogue value = kEpilogue;

@@ -395,13 +395,8 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     }
     meet(num_splits);
     with_epilogue([&](auto epilogue) {
-      constexpr Epilogue kEpilogue = decltype(epilogue)::value;
-      constexpr int kAll = S::kTiles * kFragments;
-      if constexpr (kFragments < 16) {
-        store_quantised<T, kEpilogue, kFragments, S::kWarps, false>(p, staging, block_tile, first_token, kAll, 1, split, num_splits);
-      } else {
-        store_many_fragments<T, kEpilogue, kFragments, S::kWarps>(p, staging, block_tile, first_token, kAll, split, num_splits);
-      }
+      store_cluster<T, decltype(epilogue)::value, kFragments, S::kWarps>(
+          p, staging, block_tile, first_token, S::kTiles * kFragments, split, num_splits);
     });
     meet(num_splits);
   }
