@@ -1,9 +1,7 @@
 #define _DEFAULT_SOURCE /* mmap with MAP_ANONYMOUS, madvise */
-#define _POSIX_C_SOURCE 200809L
 
 #include "bandwidth.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,18 +10,22 @@
 #include <immintrin.h>
 #endif
 
-#include "measure.h"
+#include "rounds.h"
 
 #define BUFFER_BYTES ((size_t)1 << 30)
 #define HUGE_PAGE_BYTES ((size_t)2 << 20)
-#define ROUNDS 5
+#define ROUNDS 3 /* for each distance */
 
-typedef struct slice {
-  const uint64_t *data;
-  size_t num_words; /* a multiple of 64 */
-  pthread_barrier_t *barrier;
-  uint64_t sum; /* written, so that the reads can't be optimised away */
-} slice;
+/* How far ahead of its reads a round prefetches into the second-level cache, in bytes; 0: the processor alone does.
+ * What is best differs from machine to machine. */
+static const size_t distances[] = {0, 2048, 4096, 8192, 16384};
+#define NUM_DISTANCES (sizeof distances / sizeof *distances)
+
+typedef struct slices {
+  const unsigned char *data;
+  size_t slice_bytes; /* a multiple of 4096 */
+  uint64_t *sums;     /* written, so that the reads can't be optimised away */
+} slices;
 
 /* Sums in eight independent chains, so that no addition waits for the one before. */
 static uint64_t sum_portable(const uint64_t *data, size_t num_words) {
@@ -36,63 +38,62 @@ static uint64_t sum_portable(const uint64_t *data, size_t num_words) {
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-__attribute__((target("avx2"))) static uint64_t sum_avx2(const uint64_t *data, size_t num_words) {
+/* The last prefetches are of what lies behind the slice. */
+#define PREFETCH(i, k) _mm_prefetch((const char *)(data + (i)) + distance + 64 * (k), _MM_HINT_T1)
+
+__attribute__((target("avx2"))) static uint64_t sum_avx2(const uint64_t *data, size_t num_words, size_t distance) {
   __m256i sums[8];
   for (int k = 0; k < 8; k++) sums[k] = _mm256_setzero_si256();
-  for (size_t i = 0; i < num_words; i += 32)
+  for (size_t i = 0; i < num_words; i += 32) {
+    if (distance > 0)
+      for (size_t k = 0; k < 4; k++) PREFETCH(i, k);
     for (size_t k = 0; k < 8; k++)
       sums[k] = _mm256_add_epi64(sums[k], _mm256_load_si256((const __m256i *)(data + i + 4 * k)));
+  }
   for (int k = 1; k < 8; k++) sums[0] = _mm256_add_epi64(sums[0], sums[k]);
   uint64_t lanes[4];
   _mm256_storeu_si256((__m256i *)lanes, sums[0]);
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
+
+__attribute__((target("avx512f"))) static uint64_t sum_avx512(const uint64_t *data, size_t num_words,
+                                                              size_t distance) {
+  __m512i sums[4];
+  for (int k = 0; k < 4; k++) sums[k] = _mm512_setzero_si512();
+  for (size_t i = 0; i < num_words; i += 32) {
+    if (distance > 0)
+      for (size_t k = 0; k < 4; k++) PREFETCH(i, k);
+    for (size_t k = 0; k < 4; k++) sums[k] = _mm512_add_epi64(sums[k], _mm512_load_si512(data + i + 8 * k));
+  }
+  for (int k = 1; k < 4; k++) sums[0] = _mm512_add_epi64(sums[0], sums[k]);
+  uint64_t lanes[8], sum = 0;
+  _mm512_storeu_si512(lanes, sums[0]);
+  for (int k = 0; k < 8; k++) sum += lanes[k];
+  return sum;
+}
 #endif
 
-static uint64_t sum_words(const uint64_t *data, size_t num_words) {
+static uint64_t sum_words(const uint64_t *data, size_t num_words, size_t distance) {
 #if defined(__x86_64__) && defined(__GNUC__)
-  if (__builtin_cpu_supports("avx2")) return sum_avx2(data, num_words);
+  if (__builtin_cpu_supports("avx512f")) return sum_avx512(data, num_words, distance);
+  if (__builtin_cpu_supports("avx2")) return sum_avx2(data, num_words, distance);
 #endif
+  (void)distance;
   return sum_portable(data, num_words);
 }
 
-/* Every round begins and ends at the barrier, where the main thread reads the clock. */
-static void *read_slice(void *argument) {
-  slice *self = argument;
-  for (int round = 0; round < ROUNDS; round++) {
-    pthread_barrier_wait(self->barrier);
-    self->sum += sum_words(self->data, self->num_words);
-    pthread_barrier_wait(self->barrier);
-  }
-  return NULL;
+static void read_slice(void *argument, uint32_t thread, uint32_t round) {
+  const slices *all = argument;
+  const void *data = all->data + thread * all->slice_bytes;
+  all->sums[thread] += sum_words(data, all->slice_bytes / sizeof(uint64_t), distances[round % NUM_DISTANCES]);
 }
 
-static double best_round(unsigned char *buffer, uint32_t num_threads) {
-  slice *slices = calloc(num_threads, sizeof *slices);
-  pthread_t *threads = calloc(num_threads, sizeof *threads);
-  pthread_barrier_t barrier;
-  double best_seconds = 0;
-  size_t slice_bytes = BUFFER_BYTES / num_threads / 4096 * 4096;
-  if (slices != NULL && threads != NULL &&
-      pthread_barrier_init(&barrier, NULL, num_threads + 1) == 0) {
-    for (uint32_t i = 0; i < num_threads; i++) {
-      slices[i] = (slice){(const uint64_t *)(const void *)(buffer + i * slice_bytes),
-                          slice_bytes / sizeof(uint64_t), &barrier, 0};
-      if (pthread_create(&threads[i], NULL, read_slice, &slices[i]) != 0) abort();
-    }
-    for (int round = 0; round < ROUNDS; round++) {
-      pthread_barrier_wait(&barrier);
-      double began = instant_now().wall;
-      pthread_barrier_wait(&barrier);
-      double seconds = instant_now().wall - began;
-      if (round == 0 || seconds < best_seconds) best_seconds = seconds;
-    }
-    for (uint32_t i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
-    pthread_barrier_destroy(&barrier);
-  }
-  free(slices);
-  free(threads);
-  return best_seconds > 0 ? (double)(slice_bytes * num_threads) / best_seconds : 0;
+static double best_round(const unsigned char *buffer, uint32_t num_threads) {
+  slices all = {buffer, BUFFER_BYTES / num_threads / 4096 * 4096, calloc(num_threads, sizeof(uint64_t))};
+  double seconds = 0;
+  if (all.sums != NULL) seconds = shortest_round(num_threads, ROUNDS * NUM_DISTANCES, read_slice, &all);
+  free(all.sums);
+  return seconds > 0 ? (double)(all.slice_bytes * num_threads) / seconds : 0;
 }
 
 double read_bandwidth(uint32_t num_threads) {

@@ -1,11 +1,6 @@
-#define _POSIX_C_SOURCE 200809L
-
 #include "multiply.h"
 
-#include <pthread.h>
-#include <stdlib.h>
-
-#include "measure.h"
+#include "rounds.h"
 
 #define ROUNDS 5
 
@@ -23,12 +18,14 @@ typedef void kernel(uint64_t num_steps);
   op " %%" reg "12, %%" reg "12, %%" reg "8\n" op " %%" reg "12, %%" reg "12, %%" reg "9\n"                  \
   op " %%" reg "12, %%" reg "12, %%" reg "10\n" op " %%" reg "12, %%" reg "12, %%" reg "11\n"
 
+/* From zeros: registers that hold subnormal numbers are a hundred times as slow on some processors. */
 #define MULTIPLY_ADDS(reg)                                                                                   \
-  __asm__ volatile("1:\n" TWELVE("vfmadd231ps", reg) "dec %0\njnz 1b\n"                                      \
+  __asm__ volatile("vzeroall\n"                                                                              \
+                   "1:\n" TWELVE("vfmadd231ps", reg) "dec %0\njnz 1b\n"                                      \
                    : "+r"(num_steps)                                                                         \
                    :                                                                                         \
                    : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",   \
-                     "xmm10", "xmm11", "xmm12")
+                     "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15")
 
 static void multiply_adds_512(uint64_t num_steps) {
   MULTIPLY_ADDS("zmm");
@@ -68,45 +65,23 @@ static void tile_products(uint64_t num_steps) {
 
 #endif
 
-typedef struct worker {
+typedef struct products {
   kernel *kernel;
   uint64_t num_steps;
-  pthread_barrier_t *barrier;
-} worker;
+} products;
 
-/* Every round begins and ends at the barrier, where the main thread reads the clock. */
-static void *work(void *argument) {
-  const worker *self = argument;
-  for (int round = 0; round < ROUNDS; round++) {
-    pthread_barrier_wait(self->barrier);
-    self->kernel(self->num_steps);
-    pthread_barrier_wait(self->barrier);
-  }
-  return NULL;
+static void multiply(void *argument, uint32_t thread, uint32_t round) {
+  (void)thread;
+  (void)round;
+  const products *self = argument;
+  self->kernel(self->num_steps);
 }
 
 /* Returns steps per second of all threads together. */
 static double best_round(uint32_t num_threads, kernel *kernel, uint64_t num_steps) {
-  worker self;
-  pthread_t *threads = calloc(num_threads, sizeof *threads);
-  pthread_barrier_t barrier;
-  double best_seconds = 0;
-  if (threads != NULL && pthread_barrier_init(&barrier, NULL, num_threads + 1) == 0) {
-    self = (worker){kernel, num_steps, &barrier};
-    for (uint32_t i = 0; i < num_threads; i++)
-      if (pthread_create(&threads[i], NULL, work, &self) != 0) abort();
-    for (int round = 0; round < ROUNDS; round++) {
-      pthread_barrier_wait(&barrier);
-      double began = instant_now().wall;
-      pthread_barrier_wait(&barrier);
-      double seconds = instant_now().wall - began;
-      if (round == 0 || seconds < best_seconds) best_seconds = seconds;
-    }
-    for (uint32_t i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
-    pthread_barrier_destroy(&barrier);
-  }
-  free(threads);
-  return best_seconds > 0 ? (double)num_steps * num_threads / best_seconds : 0;
+  products all = {kernel, num_steps};
+  double seconds = shortest_round(num_threads, ROUNDS, multiply, &all);
+  return seconds > 0 ? (double)num_steps * num_threads / seconds : 0;
 }
 
 double multiply_add_rate(uint32_t num_threads) {
