@@ -87,10 +87,12 @@ pub struct IntegerOperands {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ByteOperands {
-    /// The first row of tiles, [num_steps] tiles.
+    /// The first row of tiles, a tile for each step.
     pub a: *const i8,
     /// Bytes from a row of tiles to the next.
     pub a_stride: usize,
+    /// Bytes from a tile to that of the next step.
+    pub a_step: usize,
     /// The two tiles of the first step, beside each other; those of a step are [`PANEL_TILES`] further.
     pub b: *const i8,
     /// Steps of 64 values of k: at least one.
@@ -266,7 +268,7 @@ unsafe impl TileUnit for EmulatedTiles {
     }
 
     unsafe fn byte_block<const ROWS: usize>(&mut self, operands: &ByteOperands) {
-        let ByteOperands { a, a_stride, b, num_steps, out } = *operands;
+        let ByteOperands { a, a_stride, a_step, b, num_steps, out } = *operands;
         for row in 0..TILE_ROWS * ROWS {
             for column in 0..2 * TILE_ROWS {
                 let mut sum = 0_i32;
@@ -275,7 +277,7 @@ unsafe impl TileUnit for EmulatedTiles {
                     // SAFETY: a step has a tile on the left for each row of tiles, and two on the right,
                     // of 16 rows of 64 bytes.
                     unsafe {
-                        let a = a.add(row / TILE_ROWS * a_stride + step * TILE_BYTES);
+                        let a = a.add(row / TILE_ROWS * a_stride + step * a_step);
                         let a = a.add(row % TILE_ROWS * ROW_BYTES + 4 * four).cast::<[i8; 4]>();
                         let b = b.add((step * PANEL_TILES + column / TILE_ROWS) * TILE_BYTES);
                         let b =
@@ -661,33 +663,51 @@ mod tests {
     }
 
     /// Computes a block of signed bytes of every value, whose rows of tiles are apart.
-    fn bytes<T: TileUnit, const ROWS: usize>(num_steps: usize) -> (Vec<i8>, Vec<i8>, Vec<i32>) {
+    fn bytes<T: TileUnit, const ROWS: usize>(
+        num_steps: usize,
+        is_mixed: bool,
+    ) -> (Vec<i8>, Vec<i8>, Vec<i32>) {
         let bytes = |len, seed| -> Vec<i8> {
             numbers(len, seed, &[]).iter().map(|n| (n >> 3) as i8).collect()
         };
-        let a_stride = (num_steps + 1) * TILE_BYTES;
-        let a = bytes(ROWS * a_stride, 3);
+        let (a_stride, a_step) = byte_strides::<ROWS>(num_steps, is_mixed);
+        let a = bytes(ROWS * (num_steps + 1) * TILE_BYTES, 3);
         let b = bytes(num_steps * PANEL_TILES * TILE_BYTES, 4);
         let mut out = vec![0; ROWS * 16 * 32];
         let (a_start, b_start) = (a.as_ptr(), b.as_ptr());
-        let operands =
-            ByteOperands { a: a_start, a_stride, b: b_start, num_steps, out: out.as_mut_ptr() };
+        let operands = ByteOperands {
+            a: a_start,
+            a_stride,
+            a_step,
+            b: b_start,
+            num_steps,
+            out: out.as_mut_ptr(),
+        };
         // SAFETY: the callers have found the instruction set; the operands are as large as they
         // say.
         unsafe { T::ready().unwrap().byte_block::<ROWS>(&operands) };
         (a, b, out)
     }
 
+    /// Whole rows of tiles after each other, or the tiles of a step.
+    fn byte_strides<const ROWS: usize>(num_steps: usize, is_mixed: bool) -> (usize, usize) {
+        match is_mixed {
+            true => (TILE_BYTES, ROWS * TILE_BYTES),
+            false => ((num_steps + 1) * TILE_BYTES, TILE_BYTES),
+        }
+    }
+
     fn check_bytes<const ROWS: usize>() {
-        for num_steps in [1, 2, 5] {
-            let (a, b, out) = bytes::<EmulatedTiles, ROWS>(num_steps);
+        for (num_steps, is_mixed) in [(1, false), (2, true), (5, false), (5, true)] {
+            let (a, b, out) = bytes::<EmulatedTiles, ROWS>(num_steps, is_mixed);
+            let (a_stride, a_step) = byte_strides::<ROWS>(num_steps, is_mixed);
             for (place, &got) in out.iter().enumerate() {
                 let (row, column) = (place / 32, place % 32);
                 let mut sum = 0_i64;
                 for k in 0..num_steps * TILE_BYTES_K {
                     let (step, k) = (k / TILE_BYTES_K, k % TILE_BYTES_K);
-                    let tile = row / 16 * (num_steps + 1) + step;
-                    let a = a[(tile * 16 + row % 16) * TILE_BYTES_K + k];
+                    let tile = row / 16 * a_stride + step * a_step;
+                    let a = a[tile + row % 16 * TILE_BYTES_K + k];
                     let tile = PANEL_TILES * step + column / 16;
                     let b = b[(tile * 16 + k / 4) * 64 + 4 * (column % 16) + k % 4];
                     sum += i64::from(a) * i64::from(b);
@@ -714,8 +734,12 @@ mod tests {
         for (num_steps, b_stride) in [(1, 128), (2, 256), (5, 131)] {
             let (_, _, emulated) = integers::<EmulatedTiles>(num_steps, b_stride);
             assert_eq!(integers::<Amx>(num_steps, b_stride).2, emulated);
-            assert_eq!(bytes::<Amx, 1>(num_steps).2, bytes::<EmulatedTiles, 1>(num_steps).2);
-            assert_eq!(bytes::<Amx, 2>(num_steps).2, bytes::<EmulatedTiles, 2>(num_steps).2);
+            for is_mixed in [false, true] {
+                let expected = bytes::<EmulatedTiles, 1>(num_steps, is_mixed).2;
+                assert_eq!(bytes::<Amx, 1>(num_steps, is_mixed).2, expected);
+                let expected = bytes::<EmulatedTiles, 2>(num_steps, is_mixed).2;
+                assert_eq!(bytes::<Amx, 2>(num_steps, is_mixed).2, expected);
+            }
         }
         check_bits::<1, 1>();
         check_bits::<1, 2>();

@@ -7,8 +7,8 @@
 //!
 //! Where all rows fit into the second-level cache beside a panel, they pass by one panel, and each 32
 //! of them are finished before the next: the sums between two stretches stay in the first-level cache.
-//! More rows pass by a few panels at a time, stretch by stretch: the stretch of the 32 rows stays in the
-//! first-level cache while the panels pass by, the panels' in the second-level cache while the rows do.
+//! Longer rows pass by in parts of k that fit, each by all panels of a unit before the next part; the
+//! sums of the unit wait in memory in between.
 //!
 //! An element is summed in steps of 32 values of k from the first to the last in every case, and sums
 //! are kept in f32 in between, so that its bits depend on its own row and column alone.
@@ -27,15 +27,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number of rows that are multiplied at a time where there are more than one row of tiles.
 const PAIR_ROWS: usize = 2 * TILE_ROWS;
-/// The most rows of a unit of work. Their part of a stretch of k is 256 KiB, their sums are 512.
+/// The most rows of a unit of work.
 pub(crate) const MAX_UNIT_ROWS: usize = 512;
-/// The most panels of a unit of work. Each reads the rows anew.
-pub(crate) const MAX_UNIT_PANELS: usize = 4;
+/// The most panels of a unit of work. Each unit reads the rows anew.
+const MAX_UNIT_PANELS: usize = 8;
 /// The most bytes of rows that are taken to fit into the second-level cache.
-const FITTING_BYTES: usize = 1 << 20;
-/// The steps of k of a stretch of rows that fit, and of rows that do not.
-const FITTING_STRETCH_STEPS: usize = 16;
-const STRETCH_STEPS: usize = 8;
+pub(crate) const FITTING_BYTES: usize = 1 << 20;
+/// The steps of k of a part of rows that do not fit: [`MAX_UNIT_ROWS`] of them take as many bytes as fit.
+const PART_STEPS: usize = FITTING_BYTES / (MAX_UNIT_ROWS * TILE_K * size_of::<u16>());
+/// The steps of k of a stretch: that of 32 rows stays in the first-level cache.
+const STRETCH_STEPS: usize = 16;
 /// The elements of a step of a panel, and its lines in the cache.
 const STEP_LEN: usize = PANEL_TILES * TILE_LEN;
 const PANEL_LINES: usize = PANEL_TILES * TILE_BYTES / LINE_BYTES;
@@ -88,6 +89,11 @@ pub(crate) fn tiles_bytes(num_rows: usize, in_features: usize) -> usize {
     let rows = num_rows.div_ceil(TILE_ROWS).saturating_mul(TILE_ROWS);
     let columns = in_features.div_ceil(TILE_K).saturating_mul(TILE_K);
     rows.saturating_mul(columns).saturating_mul(size_of::<u16>())
+}
+
+/// Whether rows of so many values fit into the second-level cache beside a panel.
+fn do_fit(num_rows: usize, in_features: usize) -> bool {
+    num_rows.saturating_mul(in_features).saturating_mul(size_of::<u16>()) <= FITTING_BYTES
 }
 
 /// Returns the number of f32 that one thread needs for the sums of `num_rows` rows.
@@ -191,7 +197,8 @@ pub(crate) unsafe fn multiply<P: TileEpilogue>(
     let out_features = weight.out_features() / panels_of_each;
     let max_panels = MAX_UNIT_PANELS / panels_of_each;
     let num_panels = out_features.div_ceil(PANEL_COLUMNS);
-    let units = Units::new(num_panels, max_panels, num_rows, num_lanes);
+    let are_cheap = do_fit(num_rows.min(MAX_UNIT_ROWS), weight.in_features());
+    let units = Units::new(num_panels, max_panels, num_rows, num_lanes, are_cheap);
     let next_unit = AtomicUsize::new(0);
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         backend.run(Lane {
@@ -217,9 +224,17 @@ pub(crate) struct Units {
 }
 
 impl Units {
-    pub fn new(num_panels: usize, max_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
-        // Four units per thread even out cores that are slowed by others.
-        let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
+    /// `are_cheap` says that a unit's rows are read from the second-level cache, however few its panels.
+    pub fn new(
+        num_panels: usize,
+        max_panels: usize,
+        num_rows: usize,
+        num_lanes: usize,
+        are_cheap: bool,
+    ) -> Self {
+        // Several units per thread even out cores that are slowed by others.
+        let of_each = if are_cheap { 4 } else { 2 };
+        let wanted = if num_lanes == 1 { 1 } else { of_each * num_lanes };
         let num_pairs = num_rows.div_ceil(PAIR_ROWS);
         if num_rows <= TILE_ROWS {
             let panel_runs = num_panels.min(wanted);
@@ -390,85 +405,88 @@ impl<P: TileEpilogue> Lane<'_, P> {
         panels: Range<usize>,
         pairs: Range<usize>,
     ) {
-        let num_steps = self.steps();
-        if pairs.len() * PAIR_ROWS * num_steps * TILE_K * size_of::<u16>() > FITTING_BYTES {
-            // The blocks of all pairs fetch the panel's next stretch meanwhile.
-            let lines = PANEL_LINES.div_ceil(2 * pairs.len());
-            let num_panels = panels.len();
-            let first_pair = pairs.start;
-            let next = |panel: usize, pair: usize, steps: Range<usize>| {
-                let stretch = if steps.end < num_steps {
-                    self.address(panel, steps.end)
-                } else {
-                    self.address(panel + num_panels, 0)
-                };
-                let steps_before = (pair - first_pair) * steps.len();
-                (stretch.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
-            };
-            // SAFETY: passed on to the caller.
-            unsafe { self.stretches::<S>(tiles, panels, pairs, STRETCH_STEPS, next) };
-            return;
-        }
-        // The blocks of all pairs fetch the next panel meanwhile.
-        let lines = PANEL_LINES.div_ceil(2 * pairs.len());
-        for panel in panels {
-            for pair in pairs.clone() {
-                let steps_before = (pair - pairs.start) * num_steps;
-                let next = |panel: usize, _: usize, steps: Range<usize>| {
-                    let steps_before = steps_before + steps.start;
-                    let panel = self.address(panel + 1, 0);
-                    (panel.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
-                };
-                let (panels, pairs) = (panel..panel + 1, pair..pair + 1);
-                // SAFETY: passed on to the caller.
-                unsafe { self.stretches::<S>(tiles, panels, pairs, FITTING_STRETCH_STEPS, next) };
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if do_fit(pairs.len() * PAIR_ROWS, self.steps() * TILE_K) {
+                self.fitting_pairs::<S>(tiles, panels, pairs);
+            } else {
+                self.pairs_in_parts::<S>(tiles, panels, pairs);
             }
         }
     }
 
-    /// Makes some panels of the result for pairs of rows of tiles, a stretch of k of all of them after
-    /// the other. `next` returns where and how many lines a step a block begins to prefetch: that of a
-    /// panel of the weight, a pair, and the steps of a stretch.
+    /// The same for rows that fit into the second-level cache: each pair is finished before the next.
     ///
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn stretches<S: Simd>(
+    unsafe fn fitting_pairs<S: Simd>(
         &self,
         tiles: &mut S::Tiles,
         panels: Range<usize>,
         pairs: Range<usize>,
-        stretch_steps: usize,
-        next: impl Fn(usize, usize, Range<usize>) -> (*const u8, usize),
+    ) {
+        let steps = 0..self.steps();
+        for panel in panels {
+            for pair in pairs.clone() {
+                let first_row = pair * PAIR_ROWS;
+                let num_rows = (self.num_rows - first_row).min(PAIR_ROWS);
+                let mut sums = [&[][..]; 2];
+                let weights = [panel, self.lower(panel)];
+                let of_each = if P::IS_GATED { 2 } else { 1 };
+                for (place, &weight) in weights.iter().enumerate().take(of_each) {
+                    let to = self.sums.wrapping_add(place * PAIR_ROWS * PANEL_COLUMNS);
+                    let next = self.fetch(self.address(weight + 1, 0), pair, &pairs, &steps);
+                    // SAFETY: passed on to the caller; the sums have a place for two panels. The part
+                    // writes all sums of these rows.
+                    sums[place] = unsafe {
+                        self.part::<S>(tiles, weight, pair, &steps, to, next);
+                        std::slice::from_raw_parts(to, num_rows * PANEL_COLUMNS)
+                    };
+                }
+                let [sums, lower] = sums;
+                self.epilogue.store::<S>(sums, lower, first_row, num_rows, self.columns(panel));
+            }
+        }
+    }
+
+    /// The same for longer rows: a part of k of all of them after the other.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    #[inline(always)]
+    unsafe fn pairs_in_parts<S: Simd>(
+        &self,
+        tiles: &mut S::Tiles,
+        panels: Range<usize>,
+        pairs: Range<usize>,
     ) {
         let num_steps = self.steps();
-        let panel_sums = pairs.len() * PAIR_ROWS * PANEL_COLUMNS;
         let num_panels = panels.len();
-        let lower = panels.clone().map(|panel| self.lower(panel)).filter(|_| P::IS_GATED);
-        let all_panels = panels.clone().chain(lower);
-        for first_step in (0..num_steps).step_by(stretch_steps) {
-            let steps = first_step..num_steps.min(first_step + stretch_steps);
-            for pair in pairs.clone() {
-                for (place, panel) in all_panels.clone().enumerate() {
-                    let offset =
-                        place * panel_sums + (pair - pairs.start) * PAIR_ROWS * PANEL_COLUMNS;
-                    let (prefetch, prefetch_lines) = next(panel, pair, steps.clone());
-                    let operands = TileOperands {
-                        a: self.a.wrapping_add((2 * pair * num_steps + first_step) * TILE_LEN),
-                        a_stride: num_steps * TILE_BYTES,
-                        b: self.panel(panel, first_step).as_ptr(),
-                        b_stride: 0,
-                        num_steps: steps.len(),
-                        out: self.sums.wrapping_add(offset),
-                        out_stride: SUMS_STRIDE,
-                        accumulate: usize::from(first_step > 0),
-                        prefetch,
-                        prefetch_lines,
-                    };
-                    // SAFETY: the pair has one or two rows of tiles of num_steps steps, and the panel
-                    // has the steps of the stretch; the sums have a place for each panel and pair of
-                    // a unit.
-                    unsafe { self.pair::<S>(tiles, pair, &operands) };
+        let num_all = if P::IS_GATED { 2 * num_panels } else { num_panels };
+        // The panel of the weight in a place of the unit.
+        let weight = |place: usize| match place.checked_sub(num_panels) {
+            Some(place) => self.lower(panels.start + place),
+            None => panels.start + place,
+        };
+        let panel_sums = pairs.len() * PAIR_ROWS * PANEL_COLUMNS;
+        for first_step in (0..num_steps).step_by(PART_STEPS) {
+            let steps = first_step..num_steps.min(first_step + PART_STEPS);
+            for place in 0..num_all {
+                let next = if place + 1 < num_all {
+                    self.address(weight(place + 1), first_step)
+                } else if steps.end < num_steps {
+                    self.address(weight(0), steps.end)
+                } else {
+                    self.address(panels.end, 0)
+                };
+                for pair in pairs.clone() {
+                    let row = (pair - pairs.start) * PAIR_ROWS;
+                    let to = self.sums.wrapping_add(place * panel_sums + row * PANEL_COLUMNS);
+                    let next = self.fetch(next, pair, &pairs, &steps);
+                    // SAFETY: passed on to the caller; the sums have a place for each panel and pair
+                    // of a unit.
+                    unsafe { self.part::<S>(tiles, weight(place), pair, &steps, to, next) };
                 }
             }
         }
@@ -483,6 +501,58 @@ impl<P: TileEpilogue> Lane<'_, P> {
             let lower = if P::IS_GATED { sums_of(num_panels + place) } else { &[] };
             let columns = self.columns(panel);
             self.epilogue.store::<S>(sums_of(place), lower, first_row, num_rows, columns);
+        }
+    }
+
+    /// Returns where a pair begins to prefetch and how many lines a step each of its blocks does, so
+    /// that all `pairs` together prefetch as many steps of a panel from `start` on as they multiply.
+    #[inline(always)]
+    fn fetch(
+        &self,
+        start: *const u8,
+        pair: usize,
+        pairs: &Range<usize>,
+        steps: &Range<usize>,
+    ) -> (*const u8, usize) {
+        let lines = PANEL_LINES.div_ceil(2 * pairs.len());
+        let steps_before = (pair - pairs.start) * steps.len();
+        (start.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
+    }
+
+    /// Multiplies a pair by some steps of a panel of the weight: adds to the sums [32, 64] of the steps
+    /// before, if there are any.
+    ///
+    /// # Safety
+    /// As for [`multiply`]; `sums` has room for a pair.
+    #[inline(always)]
+    unsafe fn part<S: Simd>(
+        &self,
+        tiles: &mut S::Tiles,
+        panel: usize,
+        pair: usize,
+        steps: &Range<usize>,
+        sums: *mut f32,
+        (mut prefetch, prefetch_lines): (*const u8, usize),
+    ) {
+        let num_steps = self.steps();
+        for step in steps.clone().step_by(STRETCH_STEPS) {
+            let stretch = step..steps.end.min(step + STRETCH_STEPS);
+            let operands = TileOperands {
+                a: self.a.wrapping_add((2 * pair * num_steps + step) * TILE_LEN),
+                a_stride: num_steps * TILE_BYTES,
+                b: self.panel(panel, step).as_ptr(),
+                b_stride: 0,
+                num_steps: stretch.len(),
+                out: sums,
+                out_stride: SUMS_STRIDE,
+                accumulate: usize::from(step > 0),
+                prefetch,
+                prefetch_lines,
+            };
+            // SAFETY: the pair has one or two rows of tiles of num_steps steps, and the panel has the
+            // steps of the stretch.
+            unsafe { self.pair::<S>(tiles, pair, &operands) };
+            prefetch = prefetch.wrapping_add(2 * stretch.len() * prefetch_lines * LINE_BYTES);
         }
     }
 

@@ -1,9 +1,9 @@
-//! Products in tiles of activations of 8 bits and codes less their zeros, of which every one is a
-//! signed byte: the part of [`cpu_integer_tiles`](super::cpu_integer_tiles) where a product of bytes
-//! is the whole sum.
+//! Products in tiles of activations and codes less their zeros, of which every one is a signed byte: the
+//! part of [`cpu_integer_tiles`](super::cpu_integer_tiles) where sums need no zeros. Activations of 16
+//! bits are two bytes, whose sums are added up.
 //!
-//! A block is 32 rows by 32 columns of one segment. What costs most is not its product but scaling
-//! its sums, so that longer groups of a weight are faster.
+//! A block is 32 columns of one segment by 32 rows, or by the two parts of 16. What costs most is not its
+//! product but scaling its sums, so that longer groups of a weight are faster.
 
 use super::cpu_integer_rows::{
     Stretch, TileFactors, TileLayout, BLOCK_BYTES, CODES_BYTES, PAIR_ROWS,
@@ -54,7 +54,7 @@ pub(super) fn decode_signed(code: Code, codes: &[u8], zeros: &[u8; PANEL_COLUMNS
 
 /// Rows of activations in tiles, and which of them a stretch is multiplied by.
 pub(super) struct SignedRows<'a> {
-    /// [rows of tiles][segments][steps] tiles.
+    /// [rows of tiles][segments][steps] tiles, or twice as many: upper bytes, lower bytes.
     pub tiles: *const u8,
     /// [rows of tiles][segments].
     pub factors: *const TileFactors,
@@ -68,13 +68,14 @@ pub(super) struct SignedRows<'a> {
 #[repr(align(64))]
 struct Block([u8; BLOCK_BYTES]);
 
-/// Multiplies rows by a stretch of some panels, whose segments are `segments`.
+/// Multiplies rows by a stretch of some panels, whose segments are `segments`. `PARTS` is the number of
+/// bytes of an activation.
 ///
 /// # Safety
 /// The instruction set is there, and the pointers of `rows` are valid for its rows and the segments;
 /// `sums` has a place for each panel, with as many rows as make whole pairs of rows of tiles.
 #[inline(always)]
-pub(super) unsafe fn signed_stretch<S: Simd>(
+pub(super) unsafe fn signed_stretch<S: Simd, const PARTS: usize>(
     unit: &mut S::Tiles,
     rows: &SignedRows<'_>,
     segments: Range<usize>,
@@ -85,48 +86,63 @@ pub(super) unsafe fn signed_stretch<S: Simd>(
     let TileLayout { num_segments, segment_steps, .. } = *layout;
     let panel_sums = num_rows.next_multiple_of(PAIR_ROWS) * PANEL_COLUMNS;
     let row_bytes = layout.row_bytes();
+    let step_bytes = PARTS * TILE_BYTES;
     let mut block = Block([0; BLOCK_BYTES]);
-    let parts = block.0.as_mut_ptr().cast::<i32>();
+    let sums_of_block = block.0.as_mut_ptr().cast::<i32>();
     for row in (0..num_rows).step_by(PAIR_ROWS) {
         let tile = (rows.first_row + row) / TILE_ROWS;
         let rows_left = num_rows - row;
+        let is_pair = rows_left > TILE_ROWS;
         for (place, panel) in panels.iter().enumerate() {
             for (index, segment) in segments.clone().enumerate() {
-                // SAFETY: row tiles are below those of num_rows, segments below num_segments, and each
-                // has segment_steps steps; the stretch has the codes of as many for each of its
-                // segments; the block and the sums have room for whole pairs of rows of tiles.
-                unsafe {
-                    let a = rows.tiles.add(tile * row_bytes + segment * segment_steps * TILE_BYTES);
-                    let codes = panel.codes.as_ptr().add(index * segment_steps).cast::<i8>();
-                    let factors = rows.factors.add(tile * num_segments + segment);
-                    let sums = sums.as_mut_ptr().add(place * panel_sums + row * PANEL_COLUMNS);
-                    for half in 0..2 {
+                for half in 0..2 {
+                    // SAFETY: row tiles are below those of num_rows, segments below num_segments, and
+                    // each has segment_steps steps of PARTS tiles; the stretch has the codes of as many
+                    // for each of its segments; the block and the sums have room for whole pairs of
+                    // rows of tiles.
+                    unsafe {
+                        let a = rows.tiles.add(tile * row_bytes);
+                        let a = a.add(segment * segment_steps * step_bytes);
+                        let codes = panel.codes.as_ptr().add(index * segment_steps).cast::<i8>();
+                        let factors = rows.factors.add(tile * num_segments + segment);
                         let column = half * PANEL_COLUMNS / 2;
-                        let operands = ByteOperands {
+                        let sums = sums.as_mut_ptr().add(place * panel_sums);
+                        let sums = sums.add(row * PANEL_COLUMNS + column);
+                        let mut operands = ByteOperands {
                             a: a.cast(),
-                            a_stride: row_bytes,
+                            a_stride: if PARTS == 2 { TILE_BYTES } else { row_bytes },
+                            a_step: step_bytes,
                             b: codes.add(2 * half * TILE_BYTES),
                             num_steps: segment_steps,
-                            out: parts,
+                            out: sums_of_block,
                         };
                         let scales = panel.scales[index][column..].as_ptr();
-                        let scales = [S::Vector::load(scales), S::Vector::load(scales.add(16))];
-                        let sums = sums.add(column);
-                        let is_first = segment == 0;
-                        if rows_left <= TILE_ROWS {
-                            unit.byte_block::<1>(&operands);
-                        } else {
-                            unit.byte_block::<2>(&operands);
-                            let (factors, parts) = (
-                                &*factors.add(num_segments),
-                                parts.add(TILE_ROWS * PANEL_COLUMNS / 2),
-                            );
-                            let sums = sums.add(TILE_ROWS * PANEL_COLUMNS);
-                            let num_rows = (rows_left - TILE_ROWS).min(TILE_ROWS);
-                            finish::<S>(parts, factors, num_rows, scales, is_first, sums);
-                        }
+                        let to = Scaled {
+                            scales: [S::Vector::load(scales), S::Vector::load(scales.add(16))],
+                            is_first: segment == 0,
+                            sums,
+                        };
+                        let second = Scaled { sums: sums.add(TILE_ROWS * PANEL_COLUMNS), ..to };
                         let num_rows = rows_left.min(TILE_ROWS);
-                        finish::<S>(parts, &*factors, num_rows, scales, is_first, sums);
+                        let num_second = rows_left.saturating_sub(TILE_ROWS).min(TILE_ROWS);
+                        if PARTS == 2 {
+                            unit.byte_block::<2>(&operands);
+                            to.finish::<S, 2>(sums_of_block, &*factors, num_rows);
+                            if is_pair {
+                                operands.a = operands.a.add(row_bytes);
+                                unit.byte_block::<2>(&operands);
+                                let factors = &*factors.add(num_segments);
+                                second.finish::<S, 2>(sums_of_block, factors, num_second);
+                            }
+                        } else if is_pair {
+                            unit.byte_block::<2>(&operands);
+                            to.finish::<S, 1>(sums_of_block, &*factors, num_rows);
+                            let block = sums_of_block.add(TILE_ROWS * PANEL_COLUMNS / 2);
+                            second.finish::<S, 1>(block, &*factors.add(num_segments), num_second);
+                        } else {
+                            unit.byte_block::<1>(&operands);
+                            to.finish::<S, 1>(sums_of_block, &*factors, num_rows);
+                        }
                     }
                 }
             }
@@ -134,30 +150,48 @@ pub(super) unsafe fn signed_stretch<S: Simd>(
     }
 }
 
-/// Scales the sums of a segment of up to 16 rows and adds them to those of the segments before.
-///
-/// # Safety
-/// The instruction set is there; `parts` is valid for 16 rows of 32 sums, and `sums` for 16 rows of
-/// 32, each a panel's columns apart.
-#[inline(always)]
-unsafe fn finish<S: Simd>(
-    parts: *const i32,
-    factors: &TileFactors,
-    num_rows: usize,
-    scales: [S::Vector; 2],
+/// The way of sums of a segment into the result.
+#[derive(Clone, Copy)]
+struct Scaled<V> {
+    /// Those of 32 columns.
+    scales: [V; 2],
+    /// Whether nothing has been added up before.
     is_first: bool,
+    /// Rows a panel's columns apart.
     sums: *mut f32,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        for (row, &factor) in factors.scales.iter().take(num_rows).enumerate() {
-            let factor = S::Vector::splat(factor);
-            for (vector, scales) in scales.into_iter().enumerate() {
-                let part =
-                    S::Vector::load_integers(parts.add(row * PANEL_COLUMNS / 2 + 16 * vector));
-                let sum = sums.add(row * PANEL_COLUMNS + 16 * vector);
-                let before = if is_first { S::Vector::zero() } else { S::Vector::load(sum) };
-                part.mul(factor).mul_add(scales, before).store(sum);
+}
+
+impl<V: Vector16> Scaled<V> {
+    /// Scales the sums of a segment of up to 16 rows and adds them to those of the segments before.
+    ///
+    /// # Safety
+    /// The instruction set is there; `block` is valid for `PARTS` times 16 rows of 32 sums, and `sums` for
+    /// as many rows as are finished.
+    #[inline(always)]
+    unsafe fn finish<S: Simd<Vector = V>, const PARTS: usize>(
+        self,
+        block: *const i32,
+        factors: &TileFactors,
+        num_rows: usize,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            for (row, &factor) in factors.scales.iter().enumerate() {
+                if row >= num_rows {
+                    break;
+                }
+                let factor = V::splat(factor);
+                for (vector, &scales) in self.scales.iter().enumerate() {
+                    let block = block.add(row * PANEL_COLUMNS / 2 + 16 * vector);
+                    let total = if PARTS == 2 {
+                        V::load_parts(block, block.add(TILE_ROWS * PANEL_COLUMNS / 2), 0)
+                    } else {
+                        V::load_integers(block)
+                    };
+                    let sum = self.sums.add(row * PANEL_COLUMNS + 16 * vector);
+                    let before = if self.is_first { V::zero() } else { V::load(sum) };
+                    total.mul(factor).mul_add(scales, before).store(sum);
+                }
             }
         }
     }

@@ -47,8 +47,10 @@ pub(super) enum Form {
     Bytes,
     /// Integers of up to 8 bits, and multiples of 256.
     Bf16,
-    /// Activations of 8 bits, and codes of 8 bits less their zeros.
+    /// Activations of 8 bits, and codes less their zeros, which have 8 bits.
     Signed,
+    /// Activations of 16 bits in two parts, and codes less their zeros, which have 8 bits.
+    SignedParts,
 }
 
 /// How rows of activations, and stretches of panels, are laid out in tiles.
@@ -67,7 +69,8 @@ impl TileLayout {
     /// The layout for products of `num_rows` rows; `None` if tiles do not serve them.
     pub fn new(num_rows: usize, division: &Division, format: &QuantFormat) -> Option<Self> {
         let longest = division.segment_places(0).len();
-        let has_fast_rows = format.quantises_inputs && format.code == Code::Int4;
+        let code_is_short = format.code == Code::Int4;
+        let has_fast_rows = format.quantises_inputs && code_is_short;
         let needs_more = longest < TILE_BYTES_K || has_fast_rows;
         let min_rows = if needs_more { MIN_SHORT_ROWS } else { MIN_ROWS };
         if num_rows < min_rows || longest < MIN_SEGMENT {
@@ -85,14 +88,12 @@ impl TileLayout {
         let most = longest * largest_code * usize::from(MAX_ACTIVATION.unsigned_abs());
         let is_bf16 = most < MAX_EXACT && num_rows >= MANY_ROWS;
         // Codes of 8 bits are bytes less the middle of all, but not less every zero; few rows multiply them
-        // where they lie, by activations whose upper bytes are zeros.
-        let is_signed = match format.code {
-            Code::Int4 => format.quantises_inputs,
-            _ => format.quantises_inputs && !format.has_zeros && num_rows >= MANY_ROWS,
-        };
-        let form = match (is_signed, is_bf16) {
-            (true, _) => Form::Signed,
-            (_, true) => Form::Bf16,
+        // where they lie.
+        let is_signed = code_is_short || !format.has_zeros && num_rows >= MANY_ROWS;
+        let form = match (format.quantises_inputs, is_signed) {
+            (true, true) => Form::Signed,
+            (false, _) if is_bf16 => Form::Bf16,
+            (false, true) => Form::SignedParts,
             _ => Form::Bytes,
         };
         let step = if form == Form::Bf16 { TILE_K } else { TILE_BYTES_K };
@@ -185,10 +186,12 @@ impl Kernel for RowOfTiles<'_> {
                     Form::Signed => {
                         for (from, to) in integers.chunks_exact(TILE_BYTES_K).zip(to) {
                             let to = &mut to[row * TILE_BYTES_K..][..TILE_BYTES_K];
-                            to.iter_mut().zip(from).for_each(|(to, &a)| *to = a as u8);
+                            for (to, &a) in to.iter_mut().zip(from) {
+                                *to = a as u8;
+                            }
                         }
                     }
-                    Form::Bytes => {
+                    Form::Bytes | Form::SignedParts => {
                         for (from, to) in integers.chunks_exact(TILE_BYTES_K).zip(to) {
                             let (upper, lower) = to.split_at_mut(STEP_BYTES / 2);
                             let upper = &mut upper[row * TILE_BYTES_K..][..TILE_BYTES_K];

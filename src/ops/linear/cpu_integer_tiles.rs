@@ -5,16 +5,15 @@
 //! all rows of a unit of work pass by them. A segment's sum is an integer that every way of adding
 //! finds exactly:
 //!
-//! * In bytes: codes times the upper and the lower bytes of the activations, two sums of 32 bits,
-//!   less the zeros times the total of the activations. Codes of 8 bits are tiles as they are,
-//!   and few rows read them where they lie.
+//! * In signed bytes ([`cpu_byte_tiles`](super::cpu_byte_tiles)): codes less their zeros, times activations
+//!   of 8 bits, or times the upper and the lower bytes of those of 16, in two sums of 32 bits.
+//! * In bytes, where codes less their zeros would have more than 8 bits or where few rows multiply codes
+//!   of 8 bits as they lie: codes times the upper and the lower bytes of the activations, in two sums,
+//!   less the zeros times the total of the activations.
 //! * In bf16, for many rows where a segment is so short that f32 holds its sum: codes less their
 //!   zeros, times 256 times the upper bytes and the lower bytes, added up in one tile. Codes take
 //!   longer to decode, and there is less to do for each sum, which is what costs most where segments
 //!   are short.
-//!
-//! * In signed bytes ([`cpu_byte_tiles`](super::cpu_byte_tiles)), where activations have 8 bits: codes
-//!   less their zeros, in one sum.
 //!
 //! Sums are then scaled and added up in f32, from the first segment to the last.
 
@@ -32,11 +31,13 @@ use crate::error::Result;
 use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::grow;
-use crate::ops::common::tile_product::{TileEpilogue, Units, MAX_UNIT_PANELS, MAX_UNIT_ROWS};
+use crate::ops::common::tile_product::{TileEpilogue, Units, FITTING_BYTES, MAX_UNIT_ROWS};
 use crate::ops::quantised::{unit_bytes, Code, PanelDivision, QuantisedPanels};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// The most panels of a unit of work. Each unit reads the rows anew.
+const MAX_UNIT_PANELS: usize = 4;
 /// The bytes of a panel for four inputs in bytes, or two in bf16.
 const CODES_STRIDE: usize = 4 * PANEL_COLUMNS;
 
@@ -105,7 +106,8 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
     let out_features = weight.out_features() / panels_of_each;
     let num_panels = out_features.div_ceil(PANEL_COLUMNS);
     let max_panels = MAX_UNIT_PANELS / panels_of_each;
-    let units = Units::new(num_panels, max_panels, num_rows, num_lanes);
+    let are_cheap = layout.row_bytes().saturating_mul(row_tiles) <= FITTING_BYTES;
+    let units = Units::new(num_panels, max_panels, num_rows, num_lanes, are_cheap);
     let next_unit = AtomicUsize::new(0);
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         // SAFETY: the buffer has lane_bytes for each of num_lanes > lane, a multiple of 64.
@@ -183,16 +185,19 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
                 let panels = first..panels.end.min(first + at_a_time);
                 match (self.layout.form, self.weight.format().has_zeros) {
                     (Form::Signed, _) => {
-                        self.panels::<S, true, true, false>(&mut unit, panels, &pairs);
+                        self.panels::<S, 1, true, false>(&mut unit, panels, &pairs);
+                    }
+                    (Form::SignedParts, _) => {
+                        self.panels::<S, 2, true, false>(&mut unit, panels, &pairs);
                     }
                     (Form::Bf16, _) => {
-                        self.panels::<S, false, false, false>(&mut unit, panels, &pairs);
+                        self.panels::<S, 0, false, false>(&mut unit, panels, &pairs);
                     }
                     (Form::Bytes, false) => {
-                        self.panels::<S, false, true, false>(&mut unit, panels, &pairs);
+                        self.panels::<S, 0, true, false>(&mut unit, panels, &pairs);
                     }
                     (Form::Bytes, true) => {
-                        self.panels::<S, false, true, true>(&mut unit, panels, &pairs);
+                        self.panels::<S, 0, true, true>(&mut unit, panels, &pairs);
                     }
                 }
             }
@@ -201,9 +206,10 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
 }
 
 impl<P: TileEpilogue> Lane<'_, P> {
-    /// Makes some panels of the result for pairs of rows of tiles.
+    /// Makes some panels of the result for pairs of rows of tiles. `SIGNED` is the number of bytes of an
+    /// activation where codes are signed bytes, otherwise zero.
     #[inline(always)]
-    fn panels<S: Simd, const SIGNED: bool, const BYTES: bool, const ZEROS: bool>(
+    fn panels<S: Simd, const SIGNED: usize, const BYTES: bool, const ZEROS: bool>(
         &self,
         unit: &mut S::Tiles,
         panels: Range<usize>,
@@ -225,11 +231,15 @@ impl<P: TileEpilogue> Lane<'_, P> {
             for (place, panel) in all_panels.clone().enumerate() {
                 // SAFETY: as for the sums.
                 let stretch = unsafe { &mut *self.stretches.add(place) };
-                self.decode::<S, SIGNED>(panel, segments.clone(), stretch);
+                if SIGNED > 0 {
+                    self.decode::<S, true>(panel, segments.clone(), stretch);
+                } else {
+                    self.decode::<S, false>(panel, segments.clone(), stretch);
+                }
             }
             // SAFETY: the rows, the stretches and the sums are there, as above.
             unsafe {
-                if SIGNED {
+                if SIGNED > 0 {
                     let rows = SignedRows {
                         tiles: self.a,
                         factors: self.factors,
@@ -238,7 +248,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
                         num_rows,
                     };
                     let stretches = std::slice::from_raw_parts(self.stretches, num_all);
-                    signed_stretch::<S>(unit, &rows, segments, stretches, sums);
+                    signed_stretch::<S, SIGNED>(unit, &rows, segments, stretches, sums);
                     continue;
                 }
                 self.stretch::<S, BYTES, ZEROS>(unit, first_row, num_rows, segments, num_all, sums);
@@ -405,8 +415,8 @@ impl<P: TileEpilogue> Lane<'_, P> {
                 continue;
             }
             let unit_to = match self.layout.form {
-                Form::Bytes | Form::Signed => CODES_STRIDE,
                 Form::Bf16 => 2 * CODES_STRIDE,
+                _ => CODES_STRIDE,
             };
             for (unit, to) in units.zip(bytes.chunks_exact_mut(unit_to)) {
                 match (self.layout.form, code) {

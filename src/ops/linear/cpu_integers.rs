@@ -161,7 +161,9 @@ pub(super) fn segment_values(x: &[f32], order: &[u32], places: Range<usize>) -> 
     let mut values = [0.0_f32; MAX_SUMMED];
     if order.is_empty() {
         let from = x.get(places).unwrap_or_default();
-        values.iter_mut().zip(from).for_each(|(to, &value)| *to = value);
+        for (to, &value) in values.iter_mut().zip(from) {
+            *to = value;
+        }
     } else {
         let order = order.get(places).unwrap_or_default();
         for (to, &input) in values.iter_mut().zip(order) {
@@ -176,7 +178,11 @@ pub(super) fn segment_values(x: &[f32], order: &[u32], places: Range<usize>) -> 
 #[inline(always)]
 pub(super) fn integers_of(values: &[f32; MAX_SUMMED], most: i16) -> ([i16; MAX_SUMMED], Factor) {
     // The bits of numbers that are not negative are in the order of the numbers, and NaN comes last.
-    let largest = values.iter().fold(0, |largest: u32, v| largest.max(v.to_bits() & 0x7fff_ffff));
+    let mut largest = 0;
+    for value in values {
+        let bits = value.to_bits() & 0x7fff_ffff;
+        largest = if bits > largest { bits } else { largest };
+    }
     let largest = f32::from_bits(largest);
     let mut integers = [0; MAX_SUMMED];
     if !largest.is_finite() {

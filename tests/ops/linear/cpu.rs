@@ -109,7 +109,9 @@ fn a_gated_mlp_has_the_bits_of_its_products() {
     let mut random = Random::new(12);
     let backends = backends(&[1, 3]);
     for dtype in DTYPES {
-        for (k, width, n) in [(33, 64, 50), (64, 128, 64), (1100, 320, 33), (40, 1, 8)] {
+        for (k, width, n) in
+            [(33, 64, 50), (64, 128, 64), (1100, 320, 33), (40, 1, 8), (5600, 64, 9)]
+        {
             let gate_up = packed(&random.normals(2 * width * k), 2 * width, k, dtype);
             let down = packed(&random.normals(n * width), n, width, dtype);
             let bias = random.normals(n);
