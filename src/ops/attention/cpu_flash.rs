@@ -112,8 +112,9 @@ impl<T: Storage> Kernel for Lane<'_, T> {
             // The order is from the last to the first: late tiles see more keys, and small ones
             // shall end the call.
             let task = self.num_tasks - 1 - task;
-            let num_kv_heads = self.attention.num_kv_heads;
-            let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
+            // All tiles of a head after each other: its keys and values stay in the second-level cache.
+            let num_tiles = self.num_tasks / self.attention.num_kv_heads;
+            let (kv_head, tile) = (task / num_tiles, task % num_tiles);
             // Sequences without queries have the same first tile as the next.
             let index = self.first_tiles.partition_point(|&first| first <= tile) - 1;
             let first_row = (tile - self.first_tiles[index]) * TILE_ROWS;

@@ -250,8 +250,9 @@ impl<'a> Work<'a, '_> {
     }
 
     fn tile(&self, task: usize) -> Tile<'a> {
-        let num_kv_heads = self.cache.layout().num_kv_heads;
-        let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
+        // All tiles of a head after each other: its keys and values stay in the second-level cache.
+        let num_tiles = self.num_tasks / self.cache.layout().num_kv_heads;
+        let (kv_head, tile) = (task / num_tiles, task % num_tiles);
         let seq = self.first_tiles.partition_point(|&first| first <= tile) - 1;
         let first_row = (tile - self.first_tiles[seq]) * TILE_ROWS;
         let first_token = self.batch.cu_seqlens_q[seq] as usize;
