@@ -169,7 +169,7 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 19] = [
+const ARROWS: [(&str, &str); 21] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
@@ -186,6 +186,8 @@ const ARROWS: [(&str, &str); 19] = [
     ("linear", "rms_norm"),
     ("linear", "silu_mul"),
     ("qk_norm_rope_append", "kv_cache"),
+    ("qk_norm_rope_append", "rms_norm"),
+    ("qk_norm_rope_append", "rope"),
     ("quantised", "copy"),
     ("quantised", "elementwise"),
     ("silu_mul", "activation"),

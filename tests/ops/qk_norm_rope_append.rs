@@ -1,15 +1,20 @@
-//! Between the projection and the attention: heads normalised or not, rotated and put into the cache,
-//! on a GPU.
+//! Between the projection and the attention: heads normalised or not, rotated and put into the cache.
 
 use std::sync::Arc;
 
 use crate::support::device::{assert_rounded, cuda_context, Bench};
 use crate::support::rounded::{norm_rope, turned_only};
-use crate::support::{fp8, DTYPES};
+use crate::support::{assert_close, backends, fp8, Guarded, Random, Tolerance, DTYPES};
+use xserv::backend::cpu::CpuBackend;
 use xserv::backend::ComputeContext;
-use xserv::memory::DType;
+use xserv::memory::{DType, HostBuffer, Pages};
+use xserv::ops::kv_cache::cpu::kv_cache_append;
+use xserv::ops::kv_cache::layout::{KvBlocks, KvFormat, KvLayout};
 use xserv::ops::kv_cache::KvSlots;
-use xserv::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope, QkNorms};
+use xserv::ops::qk_norm_rope_append::{cpu, qk_norm_rope_append, QkNormRope, QkNorms};
+use xserv::ops::rms_norm::cpu_heads::rms_norm_heads;
+use xserv::ops::rope::cpu_table::{self, RopeTable};
+use xserv::ops::rope::RopePairing;
 
 const BLOCK_SIZE: usize = 16;
 const MAX_POSITION: usize = 300;
@@ -187,5 +192,134 @@ fn wrong_slots_and_positions_on_cuda_are_reported_and_not_followed() {
                 check(&context, dtype, heads, 9, (false, true, is_fp8));
             }
         }
+    }
+}
+
+/// On the CPU: q, k and v are those of float64, and all bits those of the three operators in turn, for any
+/// slots and any number of threads.
+#[test]
+fn heads_on_the_cpu_are_normalised_turned_and_stored() {
+    let mut random = Random::new(77);
+    for (num_heads, num_kv_heads, head_dim) in [(16, 8, 128), (4, 4, 16), (6, 2, 80)] {
+        let heads = num_heads + 2 * num_kv_heads;
+        let (stride, turned) = (heads * head_dim, (num_heads + num_kv_heads) * head_dim);
+        let inv_freq: Vec<f32> =
+            (0..head_dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / head_dim as f32)).collect();
+        let table = RopeTable::new(&inv_freq, 1.0, 5000).unwrap();
+        let weights = [(); 2].map(|()| random.normals(head_dim));
+        for (num_tokens, slots_of) in [(0, 0), (1, 7), (300, 7), (300, 0), (70, 999), (700, 999)] {
+            let num_blocks = num_tokens / 32 + 2;
+            let mut slots: Vec<u32> = (slots_of % 32..(32 * num_blocks) as u32).collect();
+            if slots_of == 999 {
+                // Blocks are shared by tokens far from each other.
+                slots.sort_by_key(|slot| slot % 32);
+            }
+            slots.truncate(num_tokens);
+            let positions: Vec<u32> = (0..num_tokens).map(|t| (t * 37 % 5000) as u32).collect();
+            let before = random.normals(num_tokens * stride);
+            for (has_norms, has_rope) in [(true, true), (false, true), (false, false)] {
+                let norms = has_norms.then_some((&weights[0][..], &weights[1][..]));
+                let rope = has_rope.then_some(&table);
+                let (positions, slots) = (&positions[..], &slots[..]);
+                let how = cpu::QkNormRope { num_heads, norms, eps: EPS, rope, positions, slots };
+                let dtype = DTYPES[(num_tokens + head_dim) % 3];
+                let format = if has_rope { KvFormat::Dense } else { KvFormat::Fp8 };
+                let layout = KvLayout { dtype, format, num_layers: 2, num_kv_heads, head_dim };
+                let what = format!("{num_tokens} tokens of {num_heads} heads, {dtype} {format:?}");
+                let run = |backend: &CpuBackend, in_turn: bool| {
+                    let len = num_blocks * layout.block_bytes();
+                    let mut bytes = HostBuffer::zeroed(len, Pages::Default).unwrap();
+                    bytes.as_bytes_mut().fill(0xee);
+                    let mut cache = KvBlocks::new(layout, bytes.as_bytes_mut(), 1).unwrap();
+                    let mut guarded = Guarded::of(&before);
+                    let qkv = guarded.get();
+                    if !in_turn {
+                        cpu::qk_norm_rope_append(backend, qkv, &how, &mut cache).unwrap();
+                    } else if num_tokens > 0 {
+                        let q_len = num_heads * head_dim;
+                        if let Some((q, k)) = norms {
+                            rms_norm_heads(backend, qkv, num_tokens, stride, num_heads, q, EPS)
+                                .unwrap();
+                            let keys = &mut qkv[q_len..];
+                            rms_norm_heads(backend, keys, num_tokens, stride, num_kv_heads, k, EPS)
+                                .unwrap();
+                        }
+                        if let Some(table) = rope {
+                            let (heads, pairing) =
+                                (num_heads + num_kv_heads, RopePairing::SplitHalf);
+                            cpu_table::rope(backend, qkv, stride, heads, positions, table, pairing)
+                                .unwrap();
+                        }
+                        let (k, v) = (&qkv[q_len..], &qkv[turned..]);
+                        kv_cache_append(backend, k, v, stride, slots, &mut cache).unwrap();
+                    }
+                    (guarded.checked(&what).to_vec(), bytes.as_bytes().to_vec())
+                };
+                for backend in backends(&[1, 2, 3]) {
+                    let (qkv, cache) = run(&backend, false);
+                    let (want_qkv, want_cache) = run(&backend, true);
+                    assert!(qkv == want_qkv, "{what} on {}: heads", backend.name());
+                    assert!(cache == want_cache, "{what} on {}: the cache", backend.name());
+                    let mut want: Vec<f64> = before.iter().map(|&x| x.into()).collect();
+                    for (token, row) in want.chunks_exact_mut(stride).enumerate() {
+                        for (head, x) in row[..turned].chunks_exact_mut(head_dim).enumerate() {
+                            if has_norms {
+                                let squares: f64 = x.iter().map(|x| x * x).sum();
+                                let root = (squares / head_dim as f64 + f64::from(EPS)).sqrt();
+                                let weight = &weights[usize::from(head >= num_heads)];
+                                x.iter_mut()
+                                    .zip(weight)
+                                    .for_each(|(x, &w)| *x *= f64::from(w) / root);
+                            }
+                            let (first, second) = x.split_at_mut(head_dim / 2);
+                            for ((x, y), f) in first.iter_mut().zip(second).zip(&inv_freq) {
+                                let angle = f64::from(positions[token] as f32 * f);
+                                let (sin, cos) =
+                                    if has_rope { angle.sin_cos() } else { (0.0, 1.0) };
+                                (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
+                            }
+                        }
+                    }
+                    assert_close(&what, &qkv, &want, Tolerance::OnePlus(4e-6));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn heads_on_the_cpu_of_wrong_shapes_are_refused() {
+    let backend = CpuBackend::new(2).unwrap();
+    let (dtype, format) = (DType::BF16, KvFormat::Dense);
+    let layout = KvLayout { dtype, format, num_layers: 1, num_kv_heads: 1, head_dim: 16 };
+    let mut bytes = HostBuffer::zeroed(2 * layout.block_bytes(), Pages::Default).unwrap();
+    let mut cache = KvBlocks::new(layout, bytes.as_bytes_mut(), 0).unwrap();
+    let table = RopeTable::new(&[1.0; 8], 1.0, 100).unwrap();
+    let narrow = RopeTable::new(&[1.0; 4], 1.0, 100).unwrap();
+    let (weight, mut qkv) = ([1.0; 16], [1.0; 3 * 16 * 2]);
+    let good = cpu::QkNormRope {
+        num_heads: 1,
+        norms: Some((&weight, &weight)),
+        eps: EPS,
+        rope: Some(&table),
+        positions: &[3, 4],
+        slots: &[5, 63],
+    };
+    let mut run = |how: &cpu::QkNormRope<'_>, len: usize| {
+        cpu::qk_norm_rope_append(&backend, &mut qkv[..len], how, &mut cache).is_ok()
+    };
+    assert!(run(&good, 96));
+    assert!(!run(&good, 95));
+    for wrong in [
+        cpu::QkNormRope { num_heads: 2, ..good },
+        cpu::QkNormRope { num_heads: usize::MAX, ..good },
+        cpu::QkNormRope { norms: Some((&weight[1..], &weight)), ..good },
+        cpu::QkNormRope { norms: Some((&weight, &weight[1..])), ..good },
+        cpu::QkNormRope { rope: Some(&narrow), ..good },
+        cpu::QkNormRope { positions: &[3], ..good },
+        cpu::QkNormRope { positions: &[3, 100], ..good },
+        cpu::QkNormRope { slots: &[5, 64], ..good },
+    ] {
+        assert!(!run(&wrong, 96), "{wrong:?}");
     }
 }

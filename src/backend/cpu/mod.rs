@@ -177,15 +177,23 @@ impl CpuBackend {
         row_len: usize,
         task: impl Fn(std::ops::Range<usize>) + Sync,
     ) -> Result<()> {
-        let elements = num_tokens.saturating_mul(row_len);
-        let runs = (elements / PARALLEL_ELEMENTS).min(num_tokens).min(4 * self.num_threads());
-        if runs <= 1 || self.num_threads() == 1 {
+        let runs = self.runs_of(num_tokens, row_len);
+        if runs <= 1 {
             task(0..num_tokens);
             return Ok(());
         }
         self.parallel_for(runs, &|run| {
             task(num_tokens * run / runs..num_tokens * (run + 1) / runs);
         })
+    }
+
+    /// Returns into how many runs `num_tokens` rows of `row_len` values should be divided.
+    pub(crate) fn runs_of(&self, num_tokens: usize, row_len: usize) -> usize {
+        let elements = num_tokens.saturating_mul(row_len);
+        match self.num_threads() {
+            1 => 1,
+            threads => (elements / PARALLEL_ELEMENTS).min(num_tokens).min(4 * threads),
+        }
     }
 
     /// Runs a kernel compiled for this backend's instruction set, on this thread.

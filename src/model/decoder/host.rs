@@ -12,15 +12,13 @@ use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
 use crate::ops::embedding::cpu_packed::{embedding, embedding_quantised};
-use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
 use crate::ops::linear::cpu::{gated_mlp, linear, LinearScratch, Store, Weights};
 use crate::ops::linear::HostMatrix;
 use crate::ops::log_probs::cpu::LogSum;
+use crate::ops::qk_norm_rope_append::cpu::{qk_norm_rope_append, QkNormRope};
 use crate::ops::rms_norm::cpu::rms_norm;
-use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
-use crate::ops::rope::cpu_table::{rope, RopeTable};
-use crate::ops::rope::RopePairing;
+use crate::ops::rope::cpu_table::RopeTable;
 use crate::ops::top_k::cpu::top_k;
 
 /// The logits that are computed at a time where tokens are scored: 16 MB.
@@ -222,7 +220,7 @@ impl Block<HostMatrix, Vec<f32>> {
         let (backend, act) = (pass.backend, &mut pass.act);
         let qkv = &self.attention.qkv;
         qkv.forward(backend, act.normed, num_tokens, act.qkv, Store::Overwrite, act.linear)?;
-        pass.turn_heads(self, rope_table)?;
+        pass.keep_heads(index, self, rope_table)?;
         pass.attend(index)?;
 
         // After the attention, only the rows whose logits are wanted may be left.
@@ -308,45 +306,36 @@ impl Pass<'_> {
         normalise(self.backend, self.config, norm, self.act.hidden, self.act.normed)
     }
 
-    /// Normalises and rotates the heads of q and k in `act.qkv`, where the model does so.
-    fn turn_heads(
+    /// Normalises and rotates the heads of q and k in `act.qkv`, where the model does so, and writes the
+    /// keys and values to the cache.
+    fn keep_heads(
         &mut self,
+        layer: usize,
         block: &Block<HostMatrix, Vec<f32>>,
-        rope_table: Option<&RopeTable>,
+        rope: Option<&RopeTable>,
     ) -> Result<()> {
-        let (config, backend, qkv) = (self.config, self.backend, &mut *self.act.qkv);
-        let (num_heads, num_kv_heads) = (config.num_heads, config.num_kv_heads);
-        let (num_tokens, eps) = (self.batch.num_tokens(), config.norm_eps);
-        let row_stride = config.q_size() + 2 * config.kv_size();
-        if let Some(norm) = &block.attention.qk_norm {
-            rms_norm_heads(backend, qkv, num_tokens, row_stride, num_heads, &norm.q, eps)?;
-            let k = qkv.get_mut(config.q_size()..).unwrap_or_default();
-            rms_norm_heads(backend, k, num_tokens, row_stride, num_kv_heads, &norm.k, eps)?;
-        }
-        if let Some(table) = rope_table {
-            // The heads of k follow those of q in each row: one call turns both.
-            let (heads, positions) = (num_heads + num_kv_heads, self.batch.positions);
-            rope(backend, qkv, row_stride, heads, positions, table, RopePairing::SplitHalf)?;
-        }
-        Ok(())
+        let norms = block.attention.qk_norm.as_ref();
+        let how = QkNormRope {
+            num_heads: self.config.num_heads,
+            norms: norms.map(|norm| (&norm.q[..], &norm.k[..])),
+            eps: self.config.norm_eps,
+            rope,
+            positions: self.batch.positions,
+            slots: self.batch.slot_mapping,
+        };
+        qk_norm_rope_append(self.backend, self.act.qkv, &how, &mut self.kv.layer(layer)?)
     }
 
-    /// Writes the keys and values in `act.qkv` to the cache and lets every query attend to those up
-    /// to its own position: `act.attn_out = softmax(q k^T / sqrt(head_dim)) v` per head (Vaswani et
-    /// al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023). After the last layer's
-    /// attention `num_rows` may be fewer than before.
+    /// Lets every query attend to the keys up to its own position: `act.attn_out = softmax(q k^T /
+    /// sqrt(head_dim)) v` per head (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al.
+    /// 2023). After the last layer's attention `num_rows` may be fewer than before.
     fn attend(&mut self, layer: usize) -> Result<()> {
-        let (q_size, kv_size) = (self.config.q_size(), self.config.kv_size());
-        let row_stride = q_size + 2 * kv_size;
-        let k = self.act.qkv.get(q_size..).unwrap_or_default();
-        let v = k.get(kv_size..).unwrap_or_default();
-        let mut blocks = self.kv.layer(layer)?;
-        kv_cache_append(self.backend, k, v, row_stride, self.batch.slot_mapping, &mut blocks)?;
+        let row_stride = self.config.q_size() + 2 * self.config.kv_size();
         attention(
             self.backend,
             self.act.qkv,
             row_stride,
-            &blocks,
+            &self.kv.layer(layer)?,
             &AttentionBatch {
                 cu_seqlens_q: self.batch.cu_seqlens_q,
                 context_lens: self.batch.context_lens,

@@ -2,6 +2,8 @@
 //! and k where a model has it, rotary embedding (Su et al., 2021, split-half pairs), and keys and
 //! values into the cache.
 
+pub mod cpu;
+
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};

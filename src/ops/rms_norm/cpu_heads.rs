@@ -57,10 +57,11 @@ pub fn rms_norm_heads(
     })
 }
 
-struct HeadsInPlace<'a> {
-    x: &'a mut [f32],
-    weight: &'a [f32],
-    eps: f32,
+/// Normalises heads of as many values as `weight` has, in place.
+pub(in crate::ops) struct HeadsInPlace<'a> {
+    pub x: &'a mut [f32],
+    pub weight: &'a [f32],
+    pub eps: f32,
 }
 
 impl Kernel for HeadsInPlace<'_> {

@@ -43,7 +43,7 @@ impl RopeTable {
     /// Returns the cosines and sines ([head_dim / 2] each) of a position whose block has been
     /// computed.
     #[inline(always)]
-    fn angles(&self, position: u32) -> (&[f32], &[f32]) {
+    pub(in crate::ops) fn angles(&self, position: u32) -> (&[f32], &[f32]) {
         let half = self.inv_freq.len();
         let (block, row) =
             (position as usize / BLOCK_POSITIONS, position as usize % BLOCK_POSITIONS);
@@ -54,7 +54,7 @@ impl RopeTable {
     }
 
     /// Computes the block of `position` unless it has been computed.
-    fn prepare(&self, position: u32) -> Result<()> {
+    pub(in crate::ops) fn prepare(&self, position: u32) -> Result<()> {
         let outside = || {
             Error::invalid_argument(format!(
                 "position {position} is outside the rope table of {} positions",
