@@ -177,8 +177,9 @@ impl Kernel for RowOfTiles<'_> {
         for (row, x) in self.x.chunks_exact(in_features.max(1)).enumerate() {
             for segment in 0..num_segments {
                 let (tiles, factors) = part(segment);
-                let values = segment_values(x, self.order, self.division.segment_places(segment));
-                let (integers, Factor { scale, total }) = integers_of(&values, most);
+                let places = self.division.segment_places(segment);
+                let values = segment_values(x, self.order, places.clone());
+                let (integers, Factor { scale, total }) = integers_of(&values, places.len(), most);
                 factors.scales[row] = scale;
                 factors.totals[row] = total.wrapping_mul(i32::from(self.middle));
                 let to = tiles.chunks_exact_mut(step_bytes);

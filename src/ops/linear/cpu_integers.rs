@@ -139,8 +139,8 @@ impl DotKernel for MakeIntegers<'_> {
             for segment in 0..num_segments {
                 let places = division.segment_places(segment);
                 let segment_units = places.len().div_ceil(UNIT);
-                let values = segment_values(x, self.order, places);
-                let (integers, factor) = integers_of(&values, self.most);
+                let values = segment_values(x, self.order, places.clone());
+                let (integers, factor) = integers_of(&values, places.len(), self.most);
                 let first = row * num_units + division.first_unit(segment);
                 for (i, unit) in integers.chunks_exact(UNIT).take(segment_units).enumerate() {
                     let unit = D::unit([unit[0], unit[1], unit[2], unit[3]]);
@@ -173,10 +173,17 @@ pub(super) fn segment_values(x: &[f32], order: &[u32], places: Range<usize>) -> 
     values
 }
 
-/// Makes the activations of a segment integers up to `most`, to nearest even. Activations that are not
-/// finite make a scale that is none either; those below 1e-30 count as zeros.
+/// Makes the activations of a segment of `count` integers up to `most`, to nearest even; after them are
+/// zeros, as in `values`. Activations that are not finite make a scale that is none either; those below
+/// 1e-30 count as zeros.
 #[inline(always)]
-pub(super) fn integers_of(values: &[f32; MAX_SUMMED], most: i16) -> ([i16; MAX_SUMMED], Factor) {
+pub(super) fn integers_of(
+    values: &[f32; MAX_SUMMED],
+    count: usize,
+    most: i16,
+) -> ([i16; MAX_SUMMED], Factor) {
+    // Whole vectors, of which short segments have few.
+    let values = values.get(..count.next_multiple_of(16)).unwrap_or(values);
     // The bits of numbers that are not negative are in the order of the numbers, and NaN comes last.
     let mut largest = 0;
     for value in values {
