@@ -4,17 +4,25 @@
  *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS [WEIGHTS_BYTES EMBEDDINGS]
  *                                                                        (of Qwen3-8B's sizes)
  *     bench_parts ceilings DTYPE                                         (of the CPU, with little work)
+ *     bench_parts rounds NUM_THREADS                                     (of threads that wait)
  */
+
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include <xserv.h>
 
 #include "bench/ceilings.h"
 #include "bench/limits.h"
+#include "bench/rounds.h"
 #include "bench/tied.h"
+
+#define NUM_ROUNDS 3
+#define MAX_THREADS 64
 
 static int print_limits(char **numbers, int count) {
   xserv_model_info info = {.struct_size = sizeof info};
@@ -46,7 +54,27 @@ static int print_ceilings(const char *dtype) {
   return 0;
 }
 
+static int calls[MAX_THREADS][NUM_ROUNDS];
+
+/* The last thread takes longest, 10 ms for each. */
+static void wait_in_turn(void *argument, uint32_t thread, uint32_t round) {
+  (void)argument;
+  calls[thread][round]++;
+  const struct timespec time = {0, 10000000L * (thread + 1)};
+  nanosleep(&time, NULL);
+}
+
+static int print_rounds(uint32_t num_threads) {
+  if (num_threads > MAX_THREADS) return 2;
+  printf("%.17g", shortest_round(num_threads, NUM_ROUNDS, wait_in_turn, NULL));
+  for (uint32_t thread = 0; thread < num_threads; thread++)
+    for (int round = 0; round < NUM_ROUNDS; round++) printf(" %d", calls[thread][round]);
+  putchar('\n');
+  return 0;
+}
+
 int main(int argc, char **argv) {
+  if (argc == 3 && strcmp(argv[1], "rounds") == 0) return print_rounds((uint32_t)strtoul(argv[2], NULL, 10));
   if ((argc == 8 || argc == 10) && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2, argc - 2);
   if (argc == 3 && strcmp(argv[1], "ceilings") == 0) return print_ceilings(argv[2]);
   if (argc < 3 || strcmp(argv[1], "tied") != 0) return 2;

@@ -37,7 +37,7 @@ fn parts(arguments: &[&str]) -> Vec<String> {
         let program = work_folder("bench-parts").join("bench_parts");
         let bench = repository().join("examples/c/bench");
         let mut sources = vec![repository().join("tests/examples/bench_parts.c")];
-        let names = ["ceilings.c", "limits.c", "measure.c", "report.c", "tied.c"];
+        let names = ["ceilings.c", "limits.c", "measure.c", "report.c", "rounds.c", "tied.c"];
         sources.extend(names.map(|name| bench.join(name)));
         let include = format!("-I{}", repository().join("examples/c").display());
         let flags = ["-std=c11", &include, "-fsanitize=undefined", "-fno-sanitize-recover"];
@@ -133,6 +133,18 @@ fn ceilings_are_measured_on_any_device() {
         for rate in [by_c[2], by_rust.tflops] {
             assert!((1e-5..1e3).contains(&rate), "{rate} TFLOP/s");
         }
+    }
+}
+
+/// Also with more threads than cores.
+#[test]
+fn a_round_takes_as_long_as_its_slowest_thread() {
+    for num_threads in [1, 2, 20] {
+        let found = numbers(&parts(&["rounds", &num_threads.to_string()]));
+        let (seconds, calls) = found.split_first().expect("seconds");
+        let least = 0.01 * f64::from(num_threads);
+        assert!(*seconds >= least, "{seconds} s instead of {least} and more");
+        assert!(calls.len() == 3 * num_threads as usize && calls.iter().all(|&n| n == 1.0));
     }
 }
 
