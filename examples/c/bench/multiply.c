@@ -18,7 +18,7 @@ typedef void kernel(uint64_t num_steps);
   op " %%" reg "12, %%" reg "12, %%" reg "8\n" op " %%" reg "12, %%" reg "12, %%" reg "9\n"                  \
   op " %%" reg "12, %%" reg "12, %%" reg "10\n" op " %%" reg "12, %%" reg "12, %%" reg "11\n"
 
-/* From zeros: registers that hold subnormal numbers are a hundred times as slow on some processors. */
+/* From zeros: registers that held something else once made them seventy times as slow. */
 #define MULTIPLY_ADDS(reg)                                                                                   \
   __asm__ volatile("vzeroall\n"                                                                              \
                    "1:\n" TWELVE("vfmadd231ps", reg) "dec %0\njnz 1b\n"                                      \
