@@ -231,11 +231,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
             for (place, panel) in all_panels.clone().enumerate() {
                 // SAFETY: as for the sums.
                 let stretch = unsafe { &mut *self.stretches.add(place) };
-                if SIGNED > 0 {
-                    self.decode::<S, true>(panel, segments.clone(), stretch);
-                } else {
-                    self.decode::<S, false>(panel, segments.clone(), stretch);
-                }
+                self.decode::<S, SIGNED>(panel, segments.clone(), stretch);
             }
             // SAFETY: the rows, the stretches and the sums are there, as above.
             unsafe {
@@ -373,7 +369,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
 
     /// Decodes some segments of a panel.
     #[inline(always)]
-    fn decode<S: Simd, const SIGNED: bool>(
+    fn decode<S: Simd, const SIGNED: usize>(
         &self,
         panel: usize,
         segments: Range<usize>,
@@ -405,7 +401,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
             for line in segment.codes.chunks(64) {
                 prefetch(line.as_ptr().wrapping_add(ahead));
             }
-            if SIGNED {
+            if SIGNED > 0 {
                 decode_signed(code, segment.codes, zeros, bytes);
                 continue;
             }
@@ -414,15 +410,13 @@ impl<P: TileEpilogue> Lane<'_, P> {
                 to.places[index] = segment.codes.as_ptr();
                 continue;
             }
-            let unit_to = match self.layout.form {
-                Form::Bf16 => 2 * CODES_STRIDE,
-                _ => CODES_STRIDE,
-            };
+            let is_bf16 = self.layout.form == Form::Bf16;
+            let unit_to = if is_bf16 { 2 * CODES_STRIDE } else { CODES_STRIDE };
             for (unit, to) in units.zip(bytes.chunks_exact_mut(unit_to)) {
-                match (self.layout.form, code) {
-                    (Form::Bf16, _) => nibbles_to_bf16(unit, zeros, to),
-                    (_, Code::Int4) => nibbles_to_bytes(unit, to),
-                    (_, _) => to.copy_from_slice(unit),
+                if is_bf16 {
+                    nibbles_to_bf16(unit, zeros, to);
+                } else {
+                    to.copy_from_slice(unit);
                 }
             }
             // Zeros of activations times what is no number would not be zero.
@@ -433,16 +427,6 @@ impl<P: TileEpilogue> Lane<'_, P> {
 
 /// The most steps of a segment that is multiplied in bf16.
 const MAX_BF16_STEPS: usize = MAX_SUMMED / TILE_K;
-
-/// Decodes four inputs of a panel to bytes.
-#[inline(always)]
-fn nibbles_to_bytes(unit: &[u8], to: &mut [u8]) {
-    let (low, high) = to.split_at_mut(UNIT * PANEL_COLUMNS / 2);
-    for ((low, high), &codes) in low.iter_mut().zip(high).zip(unit) {
-        *low = codes & 15;
-        *high = codes >> 4;
-    }
-}
 
 /// Decodes four inputs of a panel to bf16, less the zeros: two pairs, one after the other.
 #[inline(always)]
