@@ -12,7 +12,7 @@ use xserv::memory::{DType, HostBuffer, Pages};
 use xserv::ops::activation::cpu::{activation_in_place, silu, Activation};
 use xserv::ops::argmax::cpu_checked::argmax;
 use xserv::ops::attention::cpu_paged::{attention, AttentionBatch, AttentionScratch};
-use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::common::packed_matrix::{PackedMatrix, PairOrder};
 use xserv::ops::kv_cache::cpu::kv_cache_append;
 use xserv::ops::kv_cache::layout::KvFormat;
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
@@ -271,8 +271,14 @@ fn numbers(len: usize) -> Vec<f32> {
         .collect()
 }
 
-fn matrix(out_features: usize, in_features: usize, dtype: DType) -> PackedMatrix {
-    let mut matrix = PackedMatrix::zeroed(out_features, in_features, dtype).unwrap();
+fn matrix(
+    backend: &CpuBackend,
+    out_features: usize,
+    in_features: usize,
+    dtype: DType,
+) -> PackedMatrix {
+    let order = PairOrder::of(backend);
+    let mut matrix = PackedMatrix::zeroed(out_features, in_features, dtype, order).unwrap();
     let writer = matrix.writer().unwrap();
     let rows: Vec<u8> = numbers(64 * in_features)
         .iter()
@@ -304,7 +310,9 @@ fn decode(bench: &Bench, backend: &CpuBackend) {
         }
         let layers: Vec<(&str, Vec<PackedMatrix>)> = SHAPES
             .iter()
-            .map(|&(name, k, n, count)| (name, (0..count).map(|_| matrix(n, k, dtype)).collect()))
+            .map(|&(name, k, n, count)| {
+                (name, (0..count).map(|_| matrix(backend, n, k, dtype)).collect())
+            })
             .collect();
         let x = numbers(3072);
         let mut out = vec![0.0; 151_936];
@@ -347,7 +355,7 @@ fn prefill(bench: &Bench, backend: &CpuBackend) {
             if !bench.wanted(&name) {
                 continue;
             }
-            let weight = matrix(n, k, dtype);
+            let weight = matrix(backend, n, k, dtype);
             let x = numbers(num_tokens * k);
             let mut out = vec![0.0; num_tokens * n];
             let flops = 2.0 * (num_tokens * k * n) as f64;
@@ -479,7 +487,8 @@ fn elementwise(bench: &Bench, backend: &CpuBackend) {
 fn packing(bench: &Bench, backend: &CpuBackend) {
     let (n, k) = (6144, 1024);
     for source in [DType::BF16, DType::F32] {
-        let mut matrix = PackedMatrix::zeroed(n, k, DType::BF16).unwrap();
+        let order = PairOrder::of(backend);
+        let mut matrix = PackedMatrix::zeroed(n, k, DType::BF16, order).unwrap();
         let rows = vec![1u8; n * k * source.size_bytes()];
         let writer = matrix.writer().unwrap();
         let name = format!("pack_{source}_to_bf16_{n}x{k}");

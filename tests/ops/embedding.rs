@@ -10,7 +10,7 @@ use crate::support::{
 };
 use xserv::ffi::*;
 use xserv::memory::DType;
-use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::common::packed_matrix::{PackedMatrix, PairOrder};
 use xserv::ops::common::storage::Storage;
 use xserv::ops::embedding::cuda_chosen::embedding_chosen;
 use xserv::ops::embedding::cuda_quantised::embedding_quantised;
@@ -50,10 +50,14 @@ fn slices<T: Storage>() {
 fn packed_weights() {
     let mut random = Random::new(5);
     for backend in backends(&[1, 2]) {
-        for dtype in DTYPES {
+        for (dtype, order) in DTYPES
+            .map(|dtype| (dtype, PairOrder::Rows))
+            .into_iter()
+            .chain([(DType::BF16, PairOrder::Tiles)])
+        {
             let (vocab_size, width) = (131, 77);
             let table = rounded_all(&random.normals(vocab_size * width), dtype);
-            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype).unwrap();
+            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype, order).unwrap();
             matrix.writer().unwrap().pack_rows(0, &to_bytes(&table, dtype), dtype).unwrap();
             for num_tokens in [0, 1, 33, 1000] {
                 let ids: Vec<u32> =

@@ -2,7 +2,7 @@
 
 use crate::support::{assert_close, backends, golden, to_bytes, Guarded, Tolerance};
 use xserv::memory::{DType, HostBuffer, Pages};
-use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::common::packed_matrix::{PackedMatrix, PairOrder};
 use xserv::ops::kv_cache::layout::KvFormat;
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::{
@@ -130,7 +130,8 @@ fn embedding() {
             let ids = golden.tensor(case, "ids").u32();
             let dtype = dtype_of(&case.name);
             let (vocab_size, width) = (table.shape[0], table.shape[1]);
-            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype).unwrap();
+            let order = PairOrder::of(&backend);
+            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype, order).unwrap();
             let bytes = to_bytes(&table.f32(), dtype);
             matrix.writer().unwrap().pack_rows(0, &bytes, dtype).unwrap();
             let mut out = Guarded::new(ids.len() * width);
@@ -198,7 +199,8 @@ fn linear() {
             let weight = golden.tensor(case, "weight");
             let (num_tokens, k, n) = (x.shape[0], x.shape[1], weight.shape[0]);
             let dtype = dtype_of(&case.name);
-            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+            let order = PairOrder::of(&backend);
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype, order).unwrap();
             let bytes = to_bytes(&weight.f32(), dtype);
             matrix.writer().unwrap().pack_rows(0, &bytes, dtype).unwrap();
             let mut out = Guarded::new(num_tokens * n);
@@ -224,7 +226,8 @@ fn gemm_by_columns() {
             let bias = golden.tensor(case, "bias").f32();
             let (m, k, n) = (a.shape[0], a.shape[1], b.shape[1]);
             let dtype = dtype_of(&case.name);
-            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+            let order = PairOrder::of(&backend);
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype, order).unwrap();
             let bytes = to_bytes(&b.f32(), dtype);
             matrix.writer().unwrap().pack_columns(0, k, 0, &bytes, dtype).unwrap();
             for (name, bias) in [("c", None), ("c_bias", Some(&bias[..]))] {

@@ -12,8 +12,7 @@ use crate::error::{try_filled, try_with_capacity, Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::folder::Folder;
-use crate::ops::common::packed_matrix::PANEL_COLUMNS;
-use crate::ops::common::packed_matrix::{PackedMatrix, PanelWriter};
+use crate::ops::common::packed_matrix::{PackedMatrix, PairOrder, PanelWriter, PANEL_COLUMNS};
 use crate::ops::linear::{HostMatrix, MatrixLayout};
 use crate::ops::quantised::{QuantisedMatrix, QuantisedPanels};
 
@@ -244,7 +243,9 @@ impl WeightReader for Loader<'_> {
             let matrix = self.quantised(plan, format)?;
             return self.pack_quantised(matrix);
         }
-        let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, self.dtype)?;
+        let order = PairOrder::of(self.backend);
+        let mut matrix =
+            PackedMatrix::zeroed(plan.out_features, plan.in_features, self.dtype, order)?;
         let writer = matrix.writer()?;
         let mut first = 0;
         for part in &plan.parts {

@@ -5,7 +5,7 @@
 use super::loader::{piece_rows, Loader};
 use super::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::error::{try_filled, Result};
-use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::common::packed_matrix::{PackedMatrix, PairOrder};
 use crate::ops::fill::cpu::mix;
 use crate::ops::fill::{cpu, Noise};
 use crate::ops::linear::{HostMatrix, MatrixLayout};
@@ -82,7 +82,8 @@ impl WeightReader for RandomWeights<'_, '_> {
             return self.loader.pack_quantised(matrix);
         }
         let dtype = self.loader.dtype;
-        let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, dtype)?;
+        let order = PairOrder::of(self.loader.backend);
+        let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, dtype, order)?;
         let writer = matrix.writer()?;
         let (num_rows, row_len) = match plan.layout {
             MatrixLayout::Rows => (plan.out_features, plan.in_features),

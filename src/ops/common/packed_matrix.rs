@@ -1,14 +1,13 @@
 //! Weight matrices in the layout that the matrix kernels stream.
 //!
 //! A matrix [out_features, in_features] is cut into panels of 64 output columns. A panel is one
-//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 `[ceil(in_features / 32)][4][16][16][2]`,
-//! tiles of 16 pairs of k by 16 columns, four for each 32 values of k: pairs of k lie side by side, as
-//! the bf16 dot product takes them, and a tile is one kilobyte without gaps, as units that multiply
-//! tiles load it fastest. The last panel and the last k are padded with zeros. Decoding reads each
-//! panel once from front to back; prefill keeps it in the L2 cache.
+//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 with pairs of k side by side, as the bf16
+//! dot product takes them, in a [`PairOrder`]. The last panel and the last k are padded with zeros.
+//! Decoding reads each panel once from front to back; prefill keeps it in the L2 cache.
 
 use crate::backend::cpu::math::{bf16_bits, bf16_to_f32};
 use crate::backend::cpu::tiles::{TILE_K, TILE_ROWS};
+use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,25 +15,67 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The number of output columns of a panel.
 pub const PANEL_COLUMNS: usize = 64;
 
+/// The order of the pairs of k and columns of a panel of bf16. Other types have one order only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PairOrder {
+    /// `[pairs of k][64][2]`: vectors of columns that pass by k together read one stream. In tiles they
+    /// would read four, which takes twice as long on a Zen 4 (10 against 25 GB/s of one thread).
+    Rows,
+    /// `[ceil(in_features / 32)][4][16][16][2]`, tiles of 16 pairs of k by 16 columns, four for each 32
+    /// values of k: a tile is one kilobyte without gaps, as units that multiply tiles load it fastest.
+    Tiles,
+}
+
+impl PairOrder {
+    /// Returns the order in which a backend multiplies fastest.
+    pub fn of(backend: &CpuBackend) -> Self {
+        if backend.has_tiles() {
+            PairOrder::Tiles
+        } else {
+            PairOrder::Rows
+        }
+    }
+
+    /// Returns the place in a panel of a pair of k, counted in pairs, of a column.
+    #[inline(always)]
+    pub(crate) const fn place(self, pair: usize, column: usize) -> usize {
+        match self {
+            PairOrder::Rows => pair * PANEL_COLUMNS + column,
+            PairOrder::Tiles => {
+                let (step, group) = (pair / TILE_PAIRS, column / TILE_COLUMNS);
+                let tile = step * (PANEL_COLUMNS / TILE_COLUMNS) + group;
+                (tile * TILE_PAIRS + pair % TILE_PAIRS) * TILE_COLUMNS + column % TILE_COLUMNS
+            }
+        }
+    }
+}
+
 /// A weight matrix [out_features, in_features], packed in panels.
 #[derive(Debug)]
 pub struct PackedMatrix {
     out_features: usize,
     in_features: usize,
     dtype: DType,
+    order: PairOrder,
     buffer: HostBuffer,
 }
 
 impl PackedMatrix {
-    /// Makes a matrix of zeros, to be filled through [`PackedMatrix::writer`].
-    pub fn zeroed(out_features: usize, in_features: usize, dtype: DType) -> Result<Self> {
+    /// Makes a matrix of zeros, to be filled through [`PackedMatrix::writer`]. `order` is for bf16.
+    pub fn zeroed(
+        out_features: usize,
+        in_features: usize,
+        dtype: DType,
+        order: PairOrder,
+    ) -> Result<Self> {
         let bytes = Self::bytes_for(out_features, in_features, dtype).ok_or_else(|| {
             Error::invalid_argument(format!(
                 "a matrix of {out_features} x {in_features} {dtype} exceeds the address space"
             ))
         })?;
         let buffer = HostBuffer::zeroed(bytes, Pages::Huge)?;
-        Ok(PackedMatrix { out_features, in_features, dtype, buffer })
+        let order = if dtype == DType::BF16 { order } else { PairOrder::Rows };
+        Ok(PackedMatrix { out_features, in_features, dtype, order, buffer })
     }
 
     /// Returns the bytes that a matrix of this shape takes in memory, padding included; `None` on
@@ -58,6 +99,16 @@ impl PackedMatrix {
     /// The element type held.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Returns the order of pairs; rows for all types but bf16.
+    pub(crate) fn order(&self) -> PairOrder {
+        self.order
+    }
+
+    /// Whether panels lie in tiles, which only those of bf16 do.
+    pub(crate) fn is_in_tiles(&self) -> bool {
+        self.order == PairOrder::Tiles
     }
 
     /// Returns the bytes in memory, padding included.
@@ -100,6 +151,7 @@ impl PackedMatrix {
             out_features: self.out_features,
             in_features: self.in_features,
             dtype: self.dtype,
+            order: self.order,
             panel_bytes: self.panel_len() * self.dtype.size_bytes(),
             start: self.buffer.as_bytes_mut().as_mut_ptr(),
             busy,
@@ -135,7 +187,7 @@ impl PackedMatrix {
             DType::BF16 => {
                 let (pairs, _) = self.panels::<u16>()[range].as_chunks::<2>();
                 for (k, out) in out.chunks_mut(2).enumerate() {
-                    let pair = pairs[pair_place(k, column)];
+                    let pair = pairs[self.order.place(k, column)];
                     out.iter_mut().zip(pair).for_each(|(o, v)| *o = bf16_to_f32(v));
                 }
             }
@@ -160,17 +212,9 @@ pub(crate) const fn k_padding(dtype: DType) -> usize {
     }
 }
 
-/// The pairs of k and the columns of a tile of a panel of bf16.
+/// The pairs of k and the columns of a tile of a panel of bf16 in [`PairOrder::Tiles`].
 const TILE_PAIRS: usize = TILE_K / 2;
 const TILE_COLUMNS: usize = TILE_ROWS;
-
-/// Returns the place in a panel of bf16 of a pair of k, counted in pairs, of a column.
-#[inline(always)]
-pub(crate) const fn pair_place(pair: usize, column: usize) -> usize {
-    let (step, group) = (pair / TILE_PAIRS, column / TILE_COLUMNS);
-    let tile = step * (PANEL_COLUMNS / TILE_COLUMNS) + group;
-    (tile * TILE_PAIRS + pair % TILE_PAIRS) * TILE_COLUMNS + column % TILE_COLUMNS
-}
 
 /// Fills a [`PackedMatrix`] from rows or columns as they come from a file.
 ///
@@ -180,6 +224,7 @@ pub struct PanelWriter<'a> {
     out_features: usize,
     in_features: usize,
     dtype: DType,
+    order: PairOrder,
     panel_bytes: usize,
     start: *mut u8,
     busy: Vec<AtomicBool>,
@@ -219,16 +264,8 @@ impl PanelWriter<'_> {
             let end = ((panel + 1) * PANEL_COLUMNS).min(first_row + num_rows);
             let bytes = &rows[(row - first_row) * row_bytes..(end - first_row) * row_bytes];
             let column = row % PANEL_COLUMNS;
-            self.with_panel(panel, |panel| match self.dtype {
-                DType::F32 => {
-                    transpose::<f32, 1>(panel, column, 0, bytes, source, self.in_features)
-                }
-                DType::F16 => {
-                    transpose::<half::f16, 1>(panel, column, 0, bytes, source, self.in_features)
-                }
-                DType::BF16 => {
-                    transpose::<half::bf16, 2>(panel, column, 0, bytes, source, self.in_features)
-                }
+            self.with_panel(panel, |panel| {
+                self.write(panel, column, 0, bytes, source, self.in_features);
             });
             row = end;
         }
@@ -274,19 +311,30 @@ impl PanelWriter<'_> {
             self.with_panel(panel, |panel| {
                 for k in 0..num_k {
                     let bytes = &rows[k * row_bytes + from..][..count * source.size_bytes()];
-                    let k = first_k + k;
-                    match self.dtype {
-                        DType::F32 => transpose::<f32, 1>(panel, column, k, bytes, source, 1),
-                        DType::F16 => transpose::<half::f16, 1>(panel, column, k, bytes, source, 1),
-                        DType::BF16 => {
-                            transpose::<half::bf16, 2>(panel, column, k, bytes, source, 1)
-                        }
-                    }
+                    self.write(panel, column, first_k + k, bytes, source, 1);
                 }
             });
             output = end;
         }
         Ok(())
+    }
+
+    /// Writes `bytes`, [columns, num_k] of `source`, into a panel from column `column` and k `first_k`.
+    fn write(
+        &self,
+        panel: &mut [u8],
+        column: usize,
+        first_k: usize,
+        bytes: &[u8],
+        source: DType,
+        num_k: usize,
+    ) {
+        let (order, place) = (self.order, (column, first_k));
+        match self.dtype {
+            DType::F32 => transpose::<f32, 1>(panel, order, place, bytes, source, num_k),
+            DType::F16 => transpose::<half::f16, 1>(panel, order, place, bytes, source, num_k),
+            DType::BF16 => transpose::<half::bf16, 2>(panel, order, place, bytes, source, num_k),
+        }
     }
 
     /// Locks a panel and gives its bytes to `write`.
@@ -375,23 +423,20 @@ fn read_f32(bytes: &[u8], index: usize, source: DType) -> f32 {
 /// Writes `bytes`, [columns, num_k] of `source`, into a panel from column `column` and k `first_k`.
 fn transpose<T: Stored, const K_STEP: usize>(
     panel: &mut [u8],
-    column: usize,
-    first_k: usize,
+    order: PairOrder,
+    (column, first_k): (usize, usize),
     bytes: &[u8],
     source: DType,
     num_k: usize,
 ) {
     // The usual case, a checkpoint's own type, moves bytes and converts nothing.
-    match (source == T::DTYPE && cfg!(target_endian = "little"), K_STEP) {
-        (true, 1) if T::DTYPE == DType::F32 => {
-            return move_words::<4>(panel, column, first_k, bytes, num_k);
-        }
-        (true, 1) => return move_words::<2>(panel, column, first_k, bytes, num_k),
-        (true, _) if num_k.is_multiple_of(2) => {
-            // Pairs of k are words of four bytes; `first_k` is even.
-            return move_pairs(panel, column, first_k / 2, bytes, num_k / 2);
-        }
-        _ => {}
+    if source == T::DTYPE && cfg!(target_endian = "little") && num_k.is_multiple_of(K_STEP) {
+        // Pairs of k are words of four bytes; `first_k` is even.
+        let (first, words) = (first_k / K_STEP, num_k / K_STEP);
+        return match K_STEP * T::DTYPE.size_bytes() {
+            2 => move_words::<2>(panel, order, (column, first), bytes, words),
+            _ => move_words::<4>(panel, order, (column, first), bytes, words),
+        };
     }
     let columns = bytes.len() / (num_k * source.size_bytes());
     let size = T::DTYPE.size_bytes();
@@ -399,59 +444,38 @@ fn transpose<T: Stored, const K_STEP: usize>(
         for k in 0..num_k {
             let value = T::from_f32(read_f32(bytes, c * num_k + k, source)).to_ne();
             let k = first_k + k;
-            let place = match K_STEP {
-                2 => pair_place(k / 2, column + c),
-                _ => k * PANEL_COLUMNS + column + c,
-            };
-            let index = place * K_STEP + k % K_STEP;
+            let index = order.place(k / K_STEP, column + c) * K_STEP + k % K_STEP;
             panel[index * size..(index + 1) * size].copy_from_slice(&value[..size]);
         }
     }
 }
 
-/// Moves [columns, num_pairs] pairs of bf16 into a panel from column `column` and pair `first_pair`, a
-/// tile at a time.
-fn move_pairs(panel: &mut [u8], column: usize, first_pair: usize, bytes: &[u8], num_pairs: usize) {
-    let (from, _) = bytes.as_chunks::<4>();
-    let (to, _) = panel.as_chunks_mut::<4>();
-    let columns = from.len() / num_pairs.max(1);
-    let mut c = 0;
-    while c < columns {
-        let group = c..columns.min(c + TILE_COLUMNS - (column + c) % TILE_COLUMNS);
-        for pair in 0..num_pairs {
-            let place = pair_place(first_pair + pair, column + c);
-            let to = &mut to[place..place + group.len()];
-            for (to, c) in to.iter_mut().zip(group.clone()) {
-                *to = from[c * num_pairs + pair];
-            }
-        }
-        c = group.end;
-    }
-}
-
-/// Moves [columns, num_words] words of SIZE bytes to [num_words][64] from `column` and word
+/// Moves [columns, num_words] words of SIZE bytes into a panel from column `column` and word
 /// `first_word`, in squares small enough that both sides stay in the first-level cache.
 fn move_words<const SIZE: usize>(
     panel: &mut [u8],
-    column: usize,
-    first_word: usize,
+    order: PairOrder,
+    (column, first_word): (usize, usize),
     bytes: &[u8],
     num_words: usize,
 ) {
-    const SQUARE: usize = 16;
+    const SQUARE: usize = TILE_COLUMNS;
     let (from, _) = bytes.as_chunks::<SIZE>();
     let (to, _) = panel.as_chunks_mut::<SIZE>();
     let columns = from.len() / num_words.max(1);
-    for start in (0..columns).step_by(SQUARE) {
-        let columns = start..(start + SQUARE).min(columns);
-        for words in (0..num_words).step_by(SQUARE) {
-            let words = words..(words + SQUARE).min(num_words);
-            for word in words {
-                let to = &mut to[(first_word + word) * PANEL_COLUMNS + column..][columns.clone()];
-                for (to, c) in to.iter_mut().zip(columns.clone()) {
+    let mut start = 0;
+    while start < columns {
+        // Columns of a tile are neighbours, and so are those of a row.
+        let group = start..columns.min(start + SQUARE - (column + start) % SQUARE);
+        for first in (0..num_words).step_by(SQUARE) {
+            for word in first..num_words.min(first + SQUARE) {
+                let place = order.place(first_word + word, column + start);
+                let to = &mut to[place..place + group.len()];
+                for (to, c) in to.iter_mut().zip(group.clone()) {
                     *to = from[c * num_words + word];
                 }
             }
         }
+        start = group.end;
     }
 }

@@ -8,7 +8,7 @@ use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
-use crate::ops::common::packed_matrix::{k_step, pair_place, PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PairOrder, PANEL_COLUMNS};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// From this many rows on, 16-bit panels are widened to f32 once and multiplied from there: the
@@ -340,7 +340,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                         // SAFETY: `a` holds f32 activations, as W's are, and the panel is f32.
                         unsafe {
                             let a = self.a.cast::<W::Activation>();
-                            self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
+                            self.rows::<S, W>(a, to.as_ptr(), false, panel, rows.clone());
                         }
                     }
                     // This does not occur: `multiply` gives every lane a buffer to make panels in.
@@ -353,12 +353,13 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                         // 16-bit with f32 math, whose activations are f32 as W's are.
                         unsafe {
                             if let Some(widened) = widened {
-                                widen_panel::<E>(weights, widened, num_k);
+                                widen_panel::<E>(weights, matrix.order(), widened, num_k);
                                 let a = self.a.cast::<W::Activation>();
-                                self.rows::<S, W>(a, widened, panel, rows.clone());
+                                self.rows::<S, W>(a, widened, false, panel, rows.clone());
                             } else {
-                                let a = self.a.cast::<E::Activation>();
-                                self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
+                                let (a, b) = (self.a.cast::<E::Activation>(), weights.as_ptr());
+                                let in_tiles = matrix.is_in_tiles();
+                                self.rows::<S, E>(a, b, in_tiles, panel, rows.clone());
                             }
                         }
                     }
@@ -370,18 +371,18 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     /// Multiplies all given rows of x by one panel.
     ///
     /// # Safety
-    /// `a` and `b` hold num_rows rows and one panel for the element `E`; see `run`.
+    /// `a` and `b` hold num_rows rows and one panel for the element `E`, which lies in tiles where
+    /// `in_tiles` says so; see `run`.
     #[inline(always)]
     unsafe fn rows<S: Simd, E: Element>(
         &self,
         a: *const E::Activation,
         b: *const E::Weight,
+        in_tiles: bool,
         panel: usize,
         rows: std::ops::Range<usize>,
     ) {
         let num_steps = self.weight.in_features().div_ceil(E::K_STEP);
-        // Panels of pairs lie in tiles; widened ones do not.
-        let in_tiles = E::K_STEP > 1;
         let step_len = PANEL_COLUMNS * E::K_STEP;
         let b_stride = if in_tiles { TILE_STEPS * step_len } else { step_len };
         let first_column = panel * PANEL_COLUMNS;
@@ -442,13 +443,15 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
 /// The panel has `num_k` values of k, a multiple of `E::K_STEP`, and `widened` room for as many rows of
 /// 64; `E` has f32 math.
 #[inline(always)]
-unsafe fn widen_panel<E: Element>(panel: &[E::Weight], widened: *mut f32, num_k: usize) {
+unsafe fn widen_panel<E: Element>(
+    panel: &[E::Weight],
+    order: PairOrder,
+    widened: *mut f32,
+    num_k: usize,
+) {
     for step in 0..num_k / E::K_STEP {
         for group in 0..GROUPS {
-            let place = match E::K_STEP {
-                2 => pair_place(step, 16 * group),
-                _ => step * PANEL_COLUMNS + 16 * group,
-            };
+            let place = order.place(step, 16 * group);
             // SAFETY: a step of a group is 16 * K_STEP weights; its k values go to rows 64 apart.
             unsafe {
                 let to = widened.add(step * E::K_STEP * PANEL_COLUMNS + 16 * group);

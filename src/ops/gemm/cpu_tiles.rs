@@ -7,7 +7,7 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::memory::{DType, HostBuffer};
 use crate::ops::common::cpu_turn::{Exact, Turn};
-use crate::ops::common::packed_matrix::{pair_place, PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::{PackedMatrix, PairOrder, PANEL_COLUMNS};
 use crate::ops::common::panel_product::{grow, Epilogue};
 use crate::ops::common::tile_product::{multiply, tiles_bytes, EachPanel};
 use crate::ops::gemm::cpu_shape::Gemm;
@@ -46,7 +46,7 @@ pub(super) unsafe fn product<P: Epilogue>(
     let padded = k.checked_next_multiple_of(TILE_K).unwrap_or(usize::MAX);
     let panel_bytes = PANEL_COLUMNS.saturating_mul(padded).saturating_mul(size_of::<bf16>());
     let block = (BLOCK_BYTES / panel_bytes).max(1).saturating_mul(PANEL_COLUMNS);
-    let mut right = PackedMatrix::zeroed(n.min(block), k, DType::BF16)?;
+    let mut right = PackedMatrix::zeroed(n.min(block), k, DType::BF16, PairOrder::Tiles)?;
     for first in (0..n).step_by(block) {
         right.keep_rows(n - first);
         let panel_len = right.panel_len();
@@ -134,7 +134,7 @@ impl Kernel for MakePanel<'_> {
                         from_stride: ldb / 2,
                         rows: TILE_ROWS.min(columns - column),
                         columns: (TILE_K / 2).min(k / 2 - pair),
-                        to: &mut to_words[pair_place(pair, column)..],
+                        to: &mut to_words[PairOrder::Tiles.place(pair, column)..],
                         to_stride: TILE_ROWS,
                         _element: PhantomData,
                     }
@@ -155,7 +155,7 @@ fn interleave<'a>(k: usize, row: impl Fn(usize) -> &'a [u16], to: &mut [u16]) {
         let even = row(2 * pair);
         let odd = if 2 * pair + 1 < k { row(2 * pair + 1) } else { &[] };
         for (group, even) in even.chunks(TILE_ROWS).enumerate() {
-            let to = &mut pairs[pair_place(pair, group * TILE_ROWS)..][..even.len()];
+            let to = &mut pairs[PairOrder::Tiles.place(pair, group * TILE_ROWS)..][..even.len()];
             if odd.is_empty() {
                 to.iter_mut().zip(even).for_each(|(to, &x)| *to = [x, 0]);
             } else {
@@ -174,7 +174,8 @@ fn turn_pairs<'a>(k: usize, columns: usize, column: impl Fn(usize) -> &'a [u16],
         for from in (0..k).step_by(2 * SQUARE) {
             for c in first..columns.min(first + SQUARE) {
                 let (values, last) = column(c)[from..k.min(from + 2 * SQUARE)].as_chunks::<2>();
-                let mut places = pairs[pair_place(from / 2, c)..].iter_mut().step_by(TILE_ROWS);
+                let mut places =
+                    pairs[PairOrder::Tiles.place(from / 2, c)..].iter_mut().step_by(TILE_ROWS);
                 for (&pair, place) in values.iter().zip(&mut places) {
                     *place = pair;
                 }

@@ -185,7 +185,7 @@ pub fn linear<'a>(
         }
     };
     let is_bf16 = weight.dtype() == DType::BF16;
-    if is_bf16 && backend.has_tiles() && in_features > 0 {
+    if weight.is_in_tiles() && backend.has_tiles() && in_features > 0 {
         let LinearScratch { activations, tile_sums, .. } = scratch;
         tile_product::make_tiles(backend, x, in_features, activations)?;
         let epilogue = EachPanel(epilogue);
@@ -238,9 +238,7 @@ pub fn linear_silu_mul<'a>(
     let epilogue = SiluMul { out: SendPointer(out.as_mut_ptr()), width };
     let LinearScratch { activations, tile_sums, .. } = scratch;
     match weight {
-        HostWeight::Dense(weight)
-            if is_served && weight.dtype() == DType::BF16 && backend.has_tiles() =>
-        {
+        HostWeight::Dense(weight) if is_served && weight.is_in_tiles() && backend.has_tiles() => {
             tile_product::make_tiles(backend, x, in_features, activations)?;
             // SAFETY: the backend has tiles, the weight is bf16, neither its inputs nor the rows
             // are none, and both halves are whole panels.
@@ -318,7 +316,7 @@ pub fn gated_mlp(
     if let (HostWeight::Dense(stacked), HostWeight::Dense(narrowing), true) =
         (stacked, narrowing, is_served)
     {
-        if stacked.dtype() == DType::BF16 && narrowing.dtype() == DType::BF16 {
+        if stacked.is_in_tiles() && narrowing.is_in_tiles() {
             let LinearScratch { activations, tile_sums, .. } = scratch;
             tile_product::make_tiles(backend, x, in_features, activations)?;
             // SAFETY: the same bytes as integers of two bytes, of which every value is valid; nobody

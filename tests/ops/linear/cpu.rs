@@ -6,11 +6,20 @@ use crate::support::{
 };
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
-use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::common::packed_matrix::{PackedMatrix, PairOrder};
 use xserv::ops::linear::cpu::{gated_mlp, linear, linear_silu_mul, LinearScratch, Store};
 
-fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
-    let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+/// The types of weights in the orders that they have. Every backend takes all of them.
+const FORMS: [(DType, PairOrder); 4] = [
+    (DType::F32, PairOrder::Rows),
+    (DType::F16, PairOrder::Rows),
+    (DType::BF16, PairOrder::Rows),
+    (DType::BF16, PairOrder::Tiles),
+];
+
+fn packed(weight: &[f32], n: usize, k: usize, form: (DType, PairOrder)) -> PackedMatrix {
+    let (dtype, order) = form;
+    let mut matrix = PackedMatrix::zeroed(n, k, dtype, order).unwrap();
     matrix.writer().unwrap().pack_rows(0, &to_bytes(weight, dtype), dtype).unwrap();
     matrix
 }
@@ -34,12 +43,13 @@ fn activations(x: &[f32], dtype: DType) -> Vec<f32> {
 fn awkward_shapes() {
     let mut random = Random::new(1);
     let backends = backends(&[1, 2]);
-    for dtype in DTYPES {
+    for form in FORMS {
+        let dtype = form.0;
         for (k, n) in
             [(1, 1), (2, 63), (31, 64), (32, 65), (33, 130), (97, 31), (256, 33), (1000, 200)]
         {
             let weight = rounded_all(&random.normals(k * n), dtype);
-            let matrix = packed(&weight, n, k, dtype);
+            let matrix = packed(&weight, n, k, form);
             let bias = random.normals(n);
             for num_tokens in [0, 1, 2, 5, 6, 7, 23, 24, 25, 31, 32, 33, 97] {
                 let x = random.normals(num_tokens * k);
@@ -47,7 +57,8 @@ fn awkward_shapes() {
                 let plain = reference::linear(&exact, &weight, None, k, n);
                 let biased = reference::linear(&exact, &weight, Some(&bias), k, n);
                 for backend in &backends {
-                    let what = format!("linear {dtype} {num_tokens}x{k}x{n} on {}", backend.name());
+                    let what =
+                        format!("linear {form:?} {num_tokens}x{k}x{n} on {}", backend.name());
                     assert_close(
                         &what,
                         &run(backend, &x, num_tokens, &matrix),
@@ -73,11 +84,12 @@ fn gated_products() {
     let mut random = Random::new(8);
     let backends = backends(&[1, 3]);
     let silu = |x: f64| x / (1.0 + (-x).exp());
-    for dtype in DTYPES {
+    for form in FORMS {
+        let dtype = form.0;
         for (k, width) in [(33, 64), (64, 65), (96, 320), (40, 1)] {
             let n = 2 * width;
             let weight = rounded_all(&random.normals(k * n), dtype);
-            let matrix = packed(&weight, n, k, dtype);
+            let matrix = packed(&weight, n, k, form);
             let bias = random.normals(n);
             for (num_tokens, bias) in
                 [(0, None), (1, None), (3, Some(&bias)), (16, None), (17, None), (70, None)]
@@ -90,7 +102,7 @@ fn gated_products() {
                     .map(|(row, column)| silu(exact[row + column]) * exact[row + width + column])
                     .collect();
                 for backend in &backends {
-                    let what = format!("{dtype} {num_tokens}x{k}x{width} on {}", backend.name());
+                    let what = format!("{form:?} {num_tokens}x{k}x{width} on {}", backend.name());
                     let (mut products, mut out) =
                         (vec![0.0; num_tokens * n], Guarded::new(num_tokens * width));
                     let scratch = &mut LinearScratch::new();
@@ -108,12 +120,12 @@ fn gated_products() {
 fn a_gated_mlp_has_the_bits_of_its_products() {
     let mut random = Random::new(12);
     let backends = backends(&[1, 3]);
-    for dtype in DTYPES {
+    for form in FORMS {
         for (k, width, n) in
             [(33, 64, 50), (64, 128, 64), (1100, 320, 33), (40, 1, 8), (5600, 64, 9)]
         {
-            let gate_up = packed(&random.normals(2 * width * k), 2 * width, k, dtype);
-            let down = packed(&random.normals(n * width), n, width, dtype);
+            let gate_up = packed(&random.normals(2 * width * k), 2 * width, k, form);
+            let down = packed(&random.normals(n * width), n, width, form);
             let bias = random.normals(n);
             for num_tokens in [0, 1, 15, 16, 17, 33, 70] {
                 let x = random.normals(num_tokens * k);
@@ -123,7 +135,7 @@ fn a_gated_mlp_has_the_bits_of_its_products() {
                     .flat_map(|backend| [(backend, None), (backend, Some(&bias[..]))])
                 {
                     let what =
-                        format!("{dtype} {num_tokens}x{k}x{width}x{n} on {}", backend.name());
+                        format!("{form:?} {num_tokens}x{k}x{width}x{n} on {}", backend.name());
                     let scratch = &mut LinearScratch::new();
                     let mut products = vec![f32::NAN; 2 * num_tokens * width];
                     let mut activated = vec![f32::NAN; num_tokens * width];
@@ -177,9 +189,9 @@ fn a_gated_mlp_has_the_bits_of_its_products() {
 fn large_results_have_the_bits_of_small_ones() {
     let mut random = Random::new(13);
     let (k, num_tokens) = (70, 301);
-    for dtype in DTYPES {
+    for form in FORMS {
         for n in [1024, 1040] {
-            let matrix = packed(&random.normals(n * k), n, k, dtype);
+            let matrix = packed(&random.normals(n * k), n, k, form);
             let bias = random.normals(n);
             let x = random.normals(num_tokens * k);
             for (backend, bias) in
@@ -198,7 +210,7 @@ fn large_results_have_the_bits_of_small_ones() {
                 let mut row_alone = vec![0.0; n];
                 for (row, out) in out.chunks_exact(n).enumerate().step_by(25) {
                     product(row, 1, &mut row_alone);
-                    assert_same_bits(&format!("{dtype} {n} {}", backend.name()), out, &row_alone);
+                    assert_same_bits(&format!("{form:?} {n} {}", backend.name()), out, &row_alone);
                 }
             }
         }
@@ -208,9 +220,9 @@ fn large_results_have_the_bits_of_small_ones() {
 #[test]
 fn a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads() {
     let mut random = Random::new(2);
-    for dtype in DTYPES {
+    for form in FORMS {
         let (k, n, num_tokens) = (301, 259, 67);
-        let matrix = packed(&random.normals(k * n), n, k, dtype);
+        let matrix = packed(&random.normals(k * n), n, k, form);
         let x = random.normals(num_tokens * k);
         for isa in backends(&[1]) {
             let whole = run(&isa, &x, num_tokens, &matrix);
@@ -220,7 +232,7 @@ fn a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads() {
             }
             for (first, count) in [(0, 1), (66, 1), (13, 1), (5, 6), (20, 23), (3, 24), (40, 27)] {
                 let part = run(&isa, &x[first * k..(first + count) * k], count, &matrix);
-                let what = format!("{dtype} rows {first}+{count} on {}", isa.name());
+                let what = format!("{form:?} rows {first}+{count} on {}", isa.name());
                 assert_same_bits(&what, &part, &whole[first * n..(first + count) * n]);
             }
         }
@@ -231,15 +243,16 @@ fn a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads() {
 #[test]
 fn long_rows_have_the_same_bits_in_stretches_and_in_one_go() {
     let mut random = Random::new(7);
-    for dtype in DTYPES {
+    for form in FORMS {
+        let dtype = form.0;
         // Three stretches, the last one short and odd; two row runs.
         let (k, n, num_tokens) = (4999, 65, 131);
         let weight = rounded_all(&random.normals(k * n), dtype);
-        let matrix = packed(&weight, n, k, dtype);
+        let matrix = packed(&weight, n, k, form);
         let x = random.normals(num_tokens * k);
         let exact = reference::linear(&activations(&x, dtype), &weight, None, k, n);
         for backend in backends(&[1, 2]) {
-            let what = format!("{dtype} on {}", backend.name());
+            let what = format!("{form:?} on {}", backend.name());
             let whole = run(&backend, &x, num_tokens, &matrix);
             assert_close(&what, &whole, &exact, Tolerance::Rms(2e-5));
             for row in [0, 5, 77, 130] {
@@ -256,8 +269,9 @@ fn converts_while_packing() {
     let (n, k) = (70, 19);
     let values = random.normals(n * k);
     for source in DTYPES {
-        for dtype in DTYPES {
-            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+        for form in FORMS {
+            let dtype = form.0;
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype, form.1).unwrap();
             let bytes = to_bytes(&values, source);
             let writer = matrix.writer().unwrap();
             // In pieces that do not begin at panels, last piece first.
@@ -283,10 +297,11 @@ fn converts_while_packing() {
 fn packs_columns_in_pieces_and_from_several_threads() {
     let mut random = Random::new(4);
     let (k, n) = (38, 200);
-    for dtype in DTYPES {
+    for form in FORMS {
+        let dtype = form.0;
         let by_rows = rounded_all(&random.normals(n * k), dtype);
-        let expected = packed(&by_rows, n, k, dtype);
-        let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+        let expected = packed(&by_rows, n, k, form);
+        let mut matrix = PackedMatrix::zeroed(n, k, dtype, form.1).unwrap();
         let writer = matrix.writer().unwrap();
         // Two tensors beside each other, [k, 130] and [k, 70], in pieces of even k.
         std::thread::scope(|scope| {
@@ -319,7 +334,7 @@ fn packs_columns_in_pieces_and_from_several_threads() {
 #[test]
 fn refuses_wrong_shapes() {
     let backend = CpuBackend::new(1).unwrap();
-    let mut matrix = PackedMatrix::zeroed(10, 4, DType::BF16).unwrap();
+    let mut matrix = PackedMatrix::zeroed(10, 4, DType::BF16, PairOrder::Rows).unwrap();
     let scratch = &mut LinearScratch::new();
     let store = Store::Overwrite;
     let mut out = [0.0; 10];
@@ -338,6 +353,6 @@ fn refuses_wrong_shapes() {
     assert!(writer.pack_columns(1, 1, 0, &[0; 20], DType::BF16).is_err());
     assert!(writer.pack_columns(0, 6, 0, &[0; 120], DType::BF16).is_err());
     assert!(writer.pack_columns(0, 1, 1, &[0; 20], DType::BF16).is_err());
-    assert!(PackedMatrix::zeroed(usize::MAX, 2, DType::F32).is_err());
-    assert!(PackedMatrix::zeroed(1 << 40, 1 << 20, DType::F32).is_err());
+    assert!(PackedMatrix::zeroed(usize::MAX, 2, DType::F32, PairOrder::Rows).is_err());
+    assert!(PackedMatrix::zeroed(1 << 40, 1 << 20, DType::F32, PairOrder::Rows).is_err());
 }
