@@ -33,6 +33,7 @@ const PARALLEL_ELEMENTS: usize = 32 * 1024;
 pub struct CpuBackend {
     isa: Isa,
     has_byte_dot: bool,
+    prefetch_bytes: usize,
     name: String,
     pool: pool::Pool,
 }
@@ -55,7 +56,8 @@ impl CpuBackend {
         let pool = pool::Pool::new(num_threads)?;
         let plural = if num_threads == 1 { "" } else { "s" };
         let name = format!("cpu ({}, {num_threads} thread{plural})", isa.name());
-        Ok(CpuBackend { isa, has_byte_dot: isa.has_byte_dot(), name, pool })
+        let (has_byte_dot, prefetch_bytes) = (isa.has_byte_dot(), isa::prefetch_bytes());
+        Ok(CpuBackend { isa, has_byte_dot, prefetch_bytes, name, pool })
     }
 
     /// Returns the backend without the instructions that multiply bytes, which some machines add to
@@ -82,6 +84,11 @@ impl CpuBackend {
     /// Whether bf16 is multiplied in tiles of 16 rows by 16 columns.
     pub(crate) fn has_tiles(&self) -> bool {
         self.isa.has_tiles()
+    }
+
+    /// Returns by how many bytes kernels prefetch weights of which they have few rows; 0: not at all.
+    pub(crate) fn prefetch_bytes(&self) -> usize {
+        self.prefetch_bytes
     }
 
     /// Returns a name for people, such as `cpu (avx512-bf16, 2 threads)`.

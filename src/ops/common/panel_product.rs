@@ -21,8 +21,6 @@ const TASK_ROWS: usize = 16 * MAX_ROWS;
 /// ones halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in
 /// f32 from stretch to stretch, so that the bits are those of one go.
 const STRETCH: usize = 2048;
-/// The number of bytes by which decoding prefetches ahead of its reads.
-const PREFETCH_BYTES: usize = 8192;
 /// The number of columns of one vector group.
 const GROUPS: usize = PANEL_COLUMNS / 16;
 
@@ -242,6 +240,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it
             // is not used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
+            prefetch_bytes: backend.prefetch_bytes(),
             units: &units,
             next_unit: &next_unit,
         };
@@ -296,6 +295,8 @@ struct Lane<'a, P, M> {
     own_panel: Option<*mut f32>,
     /// The sums of this lane alone, [num_rows, 64], when they are to be taken in stretches.
     sums: Option<*mut f32>,
+    /// By how many bytes few rows prefetch.
+    prefetch_bytes: usize,
     units: &'a Units,
     next_unit: &'a AtomicUsize,
 }
@@ -403,7 +404,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                     b: b.add(steps.start * step_len),
                     b_stride,
                     in_tiles,
-                    prefetch_bytes: if few_rows { PREFETCH_BYTES } else { 0 },
+                    prefetch_bytes: if few_rows { self.prefetch_bytes } else { 0 },
                     out,
                     out_stride: PANEL_COLUMNS,
                     accumulate: steps.start > 0,

@@ -33,8 +33,6 @@ const TILE_ROWS: usize = 32;
 /// With more rows than are multiplied at a time, codes of about so many bytes are multiplied by all
 /// rows of a tile before the next ones: they stay in the cache meanwhile.
 const STRETCH_BYTES: usize = 128 << 10;
-/// The number of bytes by which decoding prefetches ahead of its reads.
-const PREFETCH_BYTES: usize = 8192;
 /// The rows from which on they are made integers on all threads.
 const MANY_ROWS: usize = 8;
 
@@ -108,6 +106,7 @@ pub(super) fn multiply_integers<P: Epilogue>(
             num_units,
             num_segments,
             epilogue,
+            prefetch_bytes: backend.prefetch_bytes(),
             work: &work,
             next: &next,
         });
@@ -220,6 +219,8 @@ struct Lane<'a, P> {
     num_units: usize,
     num_segments: usize,
     epilogue: &'a P,
+    /// By how many bytes a single row prefetches.
+    prefetch_bytes: usize,
     work: &'a Units,
     next: &'a AtomicUsize,
 }
@@ -307,14 +308,15 @@ impl<P: Epilogue> Lane<'_, P> {
         }
         let (num_units, num_segments) = (self.num_units, self.num_segments);
         let pair_bytes = unit_bytes(code) / 2;
+        let prefetch_bytes = if ROWS == 1 { self.prefetch_bytes } else { 0 };
         for segment in segments {
             let index = row * num_segments + segment;
             let Some(segment) = self.weight.segment(self.division, panel, segment) else { return };
             let first = row * num_units + segment.first_unit;
-            if ROWS == 1 {
+            if prefetch_bytes > 0 {
                 // Codes are prefetched one by one; the lines between them must not be missing.
                 for line in segment.group.head().chunks(64) {
-                    prefetch(line.as_ptr().wrapping_add(PREFETCH_BYTES));
+                    prefetch(line.as_ptr().wrapping_add(prefetch_bytes));
                 }
             }
             for first_pair in (0..2).step_by(D::PAIRS) {
@@ -328,9 +330,9 @@ impl<P: Epilogue> Lane<'_, P> {
                     let mut x = self.units.add(first);
                     for codes in segment.codes.chunks_exact(unit_bytes(code)) {
                         let codes = codes.as_ptr();
-                        if ROWS == 1 && first_pair == 0 {
+                        if prefetch_bytes > 0 && first_pair == 0 {
                             for line in (0..2 * pair_bytes).step_by(64) {
-                                prefetch(codes.wrapping_add(PREFETCH_BYTES + line));
+                                prefetch(codes.wrapping_add(prefetch_bytes + line));
                             }
                         }
                         for pair in pairs.clone() {
