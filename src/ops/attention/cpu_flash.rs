@@ -13,7 +13,9 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Result};
 use crate::memory::HostBuffer;
 use crate::ops::attention::cpu_naive::{resolve, Attention, Sequence};
-use crate::ops::attention::cpu_online_softmax::{KeyPanel, Keys, Memory, Online, TILE_ROWS};
+use crate::ops::attention::cpu_online_softmax::{
+    KeyPanel, Keys, Memory, Online, ValuePanel, TILE_ROWS,
+};
 use crate::ops::common::cpu_turn::{Turn, Widen};
 use crate::ops::common::panel_product::grow;
 use crate::ops::common::storage::Storage;
@@ -239,12 +241,13 @@ impl<T: Storage> Lane<'_, T> {
                     type Weights<S, T> = <T as Storage>::Weights<<S as Simd>::Vector>;
                     let keys =
                         KeyRows::<T, Weights<S, T>> { rows, len, ahead, _element: PhantomData };
-                    let values = (v[runs[0].v..].as_ptr().cast(), v_strides.token);
+                    let (start, stride) = (v[runs[0].v..].as_ptr().cast(), v_strides.token);
+                    let values = ValuePanel::alone(start, stride);
                     self.online.block::<F32<S::Vector>, _>(first_key, context_len, &keys, values);
                 } else {
                     let keys =
                         KeyRows::<T, F32<S::Vector>> { rows, len, ahead, _element: PhantomData };
-                    let values = (wide_values, columns);
+                    let values = ValuePanel::alone(wide_values, columns);
                     self.online.block::<F32<S::Vector>, _>(first_key, context_len, &keys, values);
                 }
             }
@@ -262,10 +265,10 @@ impl<T: Storage> Lane<'_, T> {
             }
             .run::<S>();
         }
-        let keys = KeyPanel::<F32<S::Vector>>(memory.keys.as_ptr());
+        let keys = KeyPanel::<F32<S::Vector>>::alone(memory.keys.as_ptr());
         // SAFETY: the panels have been written, but for keys that no row sees; queries are f32.
         unsafe {
-            let values = (wide_values, columns);
+            let values = ValuePanel::alone(wide_values, columns);
             self.online.block::<F32<S::Vector>, _>(first_key, context_len, &keys, values);
         }
     }

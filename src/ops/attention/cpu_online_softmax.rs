@@ -62,7 +62,36 @@ pub(crate) unsafe trait Keys {
 }
 
 /// A panel [head_dim][32], bf16 [head_dim / 2][32][2].
-pub(crate) struct KeyPanel<E: Element>(pub *const E::Weight);
+pub(crate) struct KeyPanel<E: Element> {
+    pub start: *const E::Weight,
+    /// By how many bytes what is read next lies behind it (or, wrapping around, before it), which is
+    /// prefetched meanwhile; 0: nothing is.
+    pub ahead: usize,
+}
+
+impl<E: Element> KeyPanel<E> {
+    /// A panel behind which nothing is to be prefetched.
+    pub fn alone(start: *const E::Weight) -> Self {
+        KeyPanel { start, ahead: 0 }
+    }
+}
+
+/// A panel [32][value_columns], bf16 [16][value_columns][2].
+#[derive(Clone, Copy)]
+pub(crate) struct ValuePanel<W> {
+    pub start: *const W,
+    /// The elements from step to step.
+    pub stride: usize,
+    /// As with keys.
+    pub ahead: usize,
+}
+
+impl<W> ValuePanel<W> {
+    /// A panel behind which nothing is to be prefetched.
+    pub fn alone(start: *const W, stride: usize) -> Self {
+        ValuePanel { start, stride, ahead: 0 }
+    }
+}
 
 // SAFETY: the tile writes 32 columns of each row.
 unsafe impl<E: Element> Keys for KeyPanel<E> {
@@ -80,10 +109,10 @@ unsafe impl<E: Element> Keys for KeyPanel<E> {
             a: queries,
             a_stride: head_dim,
             num_steps: head_dim / E::K_STEP,
-            b: self.0,
+            b: self.start,
             b_stride: BLOCK_SIZE * E::K_STEP,
             in_tiles: false,
-            prefetch_bytes: 0,
+            prefetch_bytes: self.ahead,
             out,
             out_stride: BLOCK_SIZE,
             accumulate: false,
@@ -133,14 +162,13 @@ impl<'a> Online<'a> {
     }
 
     /// Goes over the keys from `first_key` on for all rows that see any of them. Keys from
-    /// `context_len` on do not belong to this sequence. `values` is a panel [32][value_columns],
-    /// bf16 [16][value_columns][2], and the number of elements from step to step.
+    /// `context_len` on do not belong to this sequence.
     ///
     /// `C` is the element to whose precision weights are rounded; the element of `K`, which
     /// multiplies, is C or, for widened panels, f32.
     ///
     /// # Safety
-    /// `values` is a panel for K's element, whose steps with visible keys are readable, and
+    /// `values` is for K's element, whose steps with visible keys are readable, and
     /// `memory.queries` holds activations for it; so does `keys` as its trait says.
     #[inline(always)]
     pub unsafe fn block<C: Element, K: Keys>(
@@ -148,7 +176,7 @@ impl<'a> Online<'a> {
         first_key: usize,
         context_len: usize,
         keys: &K,
-        values: (*const <K::Element as Element>::Weight, usize),
+        values: ValuePanel<<K::Element as Element>::Weight>,
     ) {
         // Rows whose token lies before the block see nothing of it.
         let mut row =
@@ -235,17 +263,17 @@ impl<'a> Online<'a> {
         count: usize,
         visible: usize,
         at_end: bool,
-        (values, stride): (*const E::Weight, usize),
+        values: ValuePanel<E::Weight>,
     ) {
         let value_columns = self.value_columns;
         let mut operands = Operands::<E> {
             a: self.memory.weights.as_ptr().cast::<E::Activation>(),
             a_stride: BLOCK_SIZE,
             num_steps: visible.div_ceil(E::K_STEP),
-            b: values,
-            b_stride: stride,
+            b: values.start,
+            b_stride: values.stride,
             in_tiles: false,
-            prefetch_bytes: 0,
+            prefetch_bytes: values.ahead,
             out: self.memory.sums[row * value_columns..].as_mut_ptr(),
             out_stride: value_columns,
             accumulate: true,
@@ -258,7 +286,7 @@ impl<'a> Online<'a> {
             if half_pair {
                 operands.num_steps -= 1;
                 add_columns(count, value_columns, operands);
-                let from = values.add(operands.num_steps * operands.b_stride);
+                let from = values.start.add(operands.num_steps * operands.b_stride);
                 let to = self.memory.last_pair.as_mut_ptr().cast::<E::Weight>();
                 for i in 0..value_columns {
                     *to.add(2 * i) = *from.add(2 * i);

@@ -16,12 +16,12 @@
 //! tile of rows that goes over it.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
-use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
+use crate::backend::cpu::tile::{prefetch, Element, F16, F32, MAX_ROWS};
 use crate::backend::cpu::tiles::TileUnit;
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
-use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, TILE_ROWS};
+use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, ValuePanel, TILE_ROWS};
 use crate::ops::attention::cpu_online_tiles::{OnlineTiles, Panels, TileMemory};
 use crate::ops::attention::cpu_widen::{widen_fp8_to_bf16, widen_fp8_to_f32, widen_panel};
 use crate::ops::common::panel_product::grow;
@@ -353,28 +353,36 @@ impl Lane<'_, '_> {
         let is_fp8 = self.work.cache.layout().format == KvFormat::Fp8;
         let widen =
             E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
-        for block in 0..self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
+        let num_blocks = self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE);
+        for block in 0..num_blocks {
             let block_id = tile.block_table[block] as usize;
             let first_key = block * BLOCK_SIZE;
+            // Few rows wait for memory, and blocks lie anywhere: the next one is fetched while they
+            // pass by this one.
+            let is_last = block + 1 == num_blocks || tile.num_rows > MAX_ROWS;
+            let next_id = if is_last { block_id } else { tile.block_table[block + 1] as usize };
             let wide_keys = self.online.memory.keys.as_mut_ptr();
             let wide_values = self.online.memory.values.as_mut_ptr();
             // Panels of 8-bit floats become panels of bf16 pairs where those are multiplied, and of
             // f32 otherwise.
             if is_fp8 && E::K_STEP == 1 {
                 let (keys, values) = self.work.cache.panels::<u8>(block_id, tile.kv_head);
+                self.prefetch_fp8(tile.kv_head, block_id, next_id);
                 // SAFETY: `memory` has room for the panels of the longest heads; the instruction set
                 // is there.
                 unsafe {
                     widen_fp8_to_f32::<S>(keys, wide_keys);
                     widen_fp8_to_f32::<S>(values, wide_values);
-                    let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
-                    let values = (wide_values.cast_const(), value_columns);
+                    let keys = KeyPanel::<F32<S::Vector>>::alone(wide_keys);
+                    let values = ValuePanel::alone(wide_values, value_columns);
                     self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 }
                 continue;
             }
+            let mut ahead = 0;
             let (keys, values): (*const E::Weight, *const E::Weight) = if is_fp8 {
                 let (keys, values) = self.work.cache.panels::<u8>(block_id, tile.kv_head);
+                self.prefetch_fp8(tile.kv_head, block_id, next_id);
                 let memory = &mut *self.online.memory;
                 // SAFETY: as above.
                 unsafe {
@@ -384,6 +392,8 @@ impl Lane<'_, '_> {
                 (memory.bf16_keys.as_ptr().cast(), memory.bf16_values.as_ptr().cast())
             } else {
                 let (keys, values) = self.work.cache.panels::<E::Weight>(block_id, tile.kv_head);
+                let (next, _) = self.work.cache.panels::<E::Weight>(next_id, tile.kv_head);
+                ahead = (next.as_ptr() as usize).wrapping_sub(keys.as_ptr() as usize);
                 (keys.as_ptr(), values.as_ptr())
             };
             // SAFETY: panels are those of `E` (or widened from them); `memory` has room for both.
@@ -391,12 +401,13 @@ impl Lane<'_, '_> {
                 if widen {
                     widen_panel::<E>(keys, head_dim, BLOCK_SIZE, wide_keys);
                     widen_panel::<E>(values, BLOCK_SIZE, value_columns, wide_values);
-                    let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
-                    let values = (wide_values.cast_const(), value_columns);
+                    let keys = KeyPanel::<F32<S::Vector>>::alone(wide_keys);
+                    let values = ValuePanel::alone(wide_values, value_columns);
                     self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 } else {
-                    let keys = KeyPanel::<E>(keys);
-                    let values = (values, value_columns * E::K_STEP);
+                    let keys = KeyPanel::<E> { start: keys, ahead };
+                    let stride = value_columns * E::K_STEP;
+                    let values = ValuePanel { start: values, stride, ahead };
                     self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 }
             }
@@ -404,6 +415,17 @@ impl Lane<'_, '_> {
 
         for row in 0..tile.num_rows {
             self.work.finish(tile, row, self.online.finished(row));
+        }
+    }
+
+    /// Prefetches the panels of a block of 8-bit floats, unless it is the one that is read now.
+    #[inline(always)]
+    fn prefetch_fp8(&self, kv_head: usize, block_id: usize, next_id: usize) {
+        if next_id != block_id {
+            let (keys, values) = self.work.cache.panels::<u8>(next_id, kv_head);
+            for line in keys.chunks(64).chain(values.chunks(64)) {
+                prefetch(line.as_ptr());
+            }
         }
     }
 }
