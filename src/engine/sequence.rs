@@ -118,6 +118,12 @@ impl Sequence {
         }
     }
 
+    /// Whether it goes on when the token that is being chosen is known, and not before.
+    pub(super) fn awaits_its_token(&self) -> bool {
+        let has_more = self.num_tokens() < self.spec.max_tokens;
+        self.num_pending > 0 && !self.spec.runs_ahead && has_more
+    }
+
     /// Returns the number of first tokens that may be taken from blocks that are computed already.
     pub(super) fn may_cache(&self) -> usize {
         let computed = self.spec.token_ids.len().saturating_sub(1);

@@ -300,7 +300,8 @@ impl Worker {
         let alone = if self.alone_next { self.scheduler.plan_alone() } else { None };
         let mut begun = false;
         if alone.is_none() && self.flights.len() < depth {
-            begun = self.begin()?;
+            let waits = !self.flights.is_empty() && self.scheduler.wants_finished_step();
+            begun = !waits && self.begin()?;
             let chosen = self.choose_masked();
             self.fail_unchosen(chosen);
         }

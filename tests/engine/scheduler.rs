@@ -411,6 +411,51 @@ fn the_next_turn_of_a_conversation_costs_its_new_tokens() {
     assert_eq!(new, [91 - 64, 91]);
 }
 
+/// Two requests that must know their tokens, of which the second comes while the first is computed, would take turns
+/// for ever.
+#[test]
+fn who_must_know_a_token_is_waited_for_unless_they_are_few() {
+    let mut scheduler = scheduler(64, 32, 64);
+    let begin = |scheduler: &mut Scheduler| {
+        let mut entries = Vec::new();
+        scheduler.plan(&mut entries).unwrap();
+        scheduler.begun(&entries);
+        entries
+    };
+    let finish = |scheduler: &mut Scheduler, entries: &[Entry]| {
+        for entry in entries {
+            scheduler.finished(entry);
+            scheduler.chosen(entry.key, 5).unwrap();
+        }
+    };
+    assert!(!scheduler.wants_finished_step());
+    scheduler.add(sequence(vec![1, 2, 3], 4)).unwrap();
+    let first = begin(&mut scheduler);
+    scheduler.add(sequence(vec![4, 5], 4)).unwrap();
+    assert!(scheduler.wants_finished_step());
+    finish(&mut scheduler, &first);
+    assert!(!scheduler.wants_finished_step());
+    let both = begin(&mut scheduler);
+    assert_eq!(both.len(), 2);
+    finish(&mut scheduler, &both);
+
+    let add_ahead = |scheduler: &mut Scheduler, count: u32| {
+        for id in 0..count {
+            let spec = sequence(vec![7, id, count], 40);
+            scheduler.add(NewSequence { runs_ahead: true, by_model: true, ..spec }).unwrap();
+        }
+    };
+    add_ahead(&mut scheduler, 16);
+    let all = begin(&mut scheduler);
+    assert_eq!(all.len(), 18);
+    assert!(scheduler.wants_finished_step(), "two, and sixteen that go on without");
+    add_ahead(&mut scheduler, 1);
+    finish(&mut scheduler, &all);
+    let last_of_first = begin(&mut scheduler);
+    assert_eq!(last_of_first.len(), 19);
+    assert!(!scheduler.wants_finished_step(), "one that goes on, and the first does not");
+}
+
 #[test]
 fn a_prompt_that_fits_into_a_step_is_not_cut() {
     let mut scheduler = scheduler(64, 8, 64);
