@@ -445,14 +445,14 @@ fn who_must_know_a_token_is_waited_for_unless_they_are_few() {
             scheduler.add(NewSequence { runs_ahead: true, by_model: true, ..spec }).unwrap();
         }
     };
-    add_ahead(&mut scheduler, 16);
+    add_ahead(&mut scheduler, 8);
     let all = begin(&mut scheduler);
-    assert_eq!(all.len(), 18);
-    assert!(scheduler.wants_finished_step(), "two, and sixteen that go on without");
+    assert_eq!(all.len(), 10);
+    assert!(scheduler.wants_finished_step(), "two, and eight that go on without");
     add_ahead(&mut scheduler, 1);
     finish(&mut scheduler, &all);
     let last_of_first = begin(&mut scheduler);
-    assert_eq!(last_of_first.len(), 19);
+    assert_eq!(last_of_first.len(), 11);
     assert!(!scheduler.wants_finished_step(), "one that goes on, and the first does not");
 }
 
