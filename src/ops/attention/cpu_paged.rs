@@ -359,7 +359,7 @@ impl Lane<'_, '_> {
             let first_key = block * BLOCK_SIZE;
             // Few rows wait for memory, and blocks lie anywhere: the next one is fetched while they
             // pass by this one.
-            let is_last = block + 1 == num_blocks || tile.num_rows > MAX_ROWS;
+            let is_last = block + 1 == num_blocks || tile.num_rows >= WIDEN_FROM_ROWS;
             let next_id = if is_last { block_id } else { tile.block_table[block + 1] as usize };
             let wide_keys = self.online.memory.keys.as_mut_ptr();
             let wide_values = self.online.memory.values.as_mut_ptr();

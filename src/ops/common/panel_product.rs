@@ -177,6 +177,10 @@ impl<M> Weight<'_, M> {
         }
     }
 
+    fn is_in_tiles(&self) -> bool {
+        matches!(self, Weight::Packed(matrix) if matrix.is_in_tiles())
+    }
+
     /// Returns the elements of a panel that is widened or made.
     fn own_panel_len(&self) -> usize {
         self.in_features().next_multiple_of(k_step(self.dtype())) * PANEL_COLUMNS
@@ -341,7 +345,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                         // SAFETY: `a` holds f32 activations, as W's are, and the panel is f32.
                         unsafe {
                             let a = self.a.cast::<W::Activation>();
-                            self.rows::<S, W>(a, to.as_ptr(), false, panel, rows.clone());
+                            self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
                         }
                     }
                     // This does not occur: `multiply` gives every lane a buffer to make panels in.
@@ -356,11 +360,10 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                             if let Some(widened) = widened {
                                 widen_panel::<E>(weights, matrix.order(), widened, num_k);
                                 let a = self.a.cast::<W::Activation>();
-                                self.rows::<S, W>(a, widened, false, panel, rows.clone());
+                                self.rows::<S, W>(a, widened, panel, rows.clone());
                             } else {
-                                let (a, b) = (self.a.cast::<E::Activation>(), weights.as_ptr());
-                                let in_tiles = matrix.is_in_tiles();
-                                self.rows::<S, E>(a, b, in_tiles, panel, rows.clone());
+                                let a = self.a.cast::<E::Activation>();
+                                self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
                             }
                         }
                     }
@@ -372,18 +375,18 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     /// Multiplies all given rows of x by one panel.
     ///
     /// # Safety
-    /// `a` and `b` hold num_rows rows and one panel for the element `E`, which lies in tiles where
-    /// `in_tiles` says so; see `run`.
+    /// `a` and `b` hold num_rows rows and one panel for the element `E`; see `run`.
     #[inline(always)]
     unsafe fn rows<S: Simd, E: Element>(
         &self,
         a: *const E::Activation,
         b: *const E::Weight,
-        in_tiles: bool,
         panel: usize,
         rows: std::ops::Range<usize>,
     ) {
         let num_steps = self.weight.in_features().div_ceil(E::K_STEP);
+        // Widened panels do not lie in tiles.
+        let in_tiles = E::K_STEP > 1 && self.weight.is_in_tiles();
         let step_len = PANEL_COLUMNS * E::K_STEP;
         let b_stride = if in_tiles { TILE_STEPS * step_len } else { step_len };
         let first_column = panel * PANEL_COLUMNS;

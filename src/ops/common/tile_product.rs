@@ -177,7 +177,7 @@ impl Kernel for RowOfTiles<'_> {
 /// Passes all sums of `num_rows` rows, arranged in tiles, times `weight` to `epilogue`.
 ///
 /// # Safety
-/// The backend has tiles, `weight` is bf16, and `tiles` holds `num_rows` rows of its `in_features`, at
+/// The backend has tiles, `weight` lies in tiles, and `tiles` holds `num_rows` rows of its `in_features`, at
 /// least one of each, as [`make_tiles`] arranges them; what fills up the last row of tiles may be
 /// anything. For a gated epilogue, half its
 /// `out_features` are whole panels.

@@ -189,8 +189,7 @@ pub fn linear<'a>(
         let LinearScratch { activations, tile_sums, .. } = scratch;
         tile_product::make_tiles(backend, x, in_features, activations)?;
         let epilogue = EachPanel(epilogue);
-        // SAFETY: the backend has tiles, the weight is bf16, and neither its inputs nor the rows
-        // are none.
+        // SAFETY: the backend and the weight have tiles, and neither its inputs nor the rows are none.
         return unsafe {
             let tiles = activations.as_slice();
             tile_product::multiply(backend, tiles, num_tokens, weight, &epilogue, tile_sums)
@@ -240,8 +239,8 @@ pub fn linear_silu_mul<'a>(
     match weight {
         HostWeight::Dense(weight) if is_served && weight.is_in_tiles() && backend.has_tiles() => {
             tile_product::make_tiles(backend, x, in_features, activations)?;
-            // SAFETY: the backend has tiles, the weight is bf16, neither its inputs nor the rows
-            // are none, and both halves are whole panels.
+            // SAFETY: the backend and the weight have tiles, neither its inputs nor the rows are none,
+            // and both halves are whole panels.
             return unsafe {
                 tile_product::multiply(
                     backend,
@@ -330,8 +329,8 @@ pub fn gated_mlp(
             debug_assert!(tile_product::tiles_bytes(num_tokens, width) <= size_of_val(tiles));
             let epilogue = SiluMulTiles { tiles: SendPointer(tiles.as_mut_ptr()), width };
             let x = activations.as_slice();
-            // SAFETY: the backend has tiles, both weights are bf16, no size is zero, and both halves
-            // are whole panels. `tiles` has room for the rows, which the first product makes.
+            // SAFETY: the backend and both weights have tiles, no size is zero, and both halves are
+            // whole panels. `tiles` has room for the rows, which the first product makes.
             return unsafe {
                 tile_product::multiply(backend, x, num_tokens, stacked, &epilogue, tile_sums)?;
                 let finish = Finish::new(bias, Store::Add, out, narrowing.out_features());
