@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 /// The pages that a [`HostBuffer`] asks the system for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,8 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub struct HostBuffer {
     start: NonNull<u8>,
     len_bytes: usize,
+    /// The buffer that this one is a part of, which has the memory released; no other part overlaps.
+    whole: Option<Arc<HostBuffer>>,
 }
 
 // SAFETY: the buffer owns its memory alone, as a `Vec<u8>` does; shared access only reads.
@@ -64,12 +67,12 @@ impl HostBuffer {
         }
         let start = os::reserve(len_bytes, pages)
             .ok_or_else(|| Error::out_of_memory("a buffer", len_bytes))?;
-        Ok(HostBuffer { start, len_bytes })
+        Ok(HostBuffer { start, len_bytes, whole: None })
     }
 
     /// Makes a buffer of no bytes, without asking the system for anything.
     pub const fn empty() -> Self {
-        HostBuffer { start: DANGLING, len_bytes: 0 }
+        HostBuffer { start: DANGLING, len_bytes: 0, whole: None }
     }
 
     /// Restores a buffer from its address and length.
@@ -78,7 +81,7 @@ impl HostBuffer {
     /// Both are those of one [`HostBuffer::zeroed`] that was forgotten, and that nobody else
     /// restores.
     pub unsafe fn from_raw_parts(start: NonNull<u8>, len_bytes: usize) -> Self {
-        HostBuffer { start, len_bytes }
+        HostBuffer { start, len_bytes, whole: None }
     }
 
     /// Returns the length in bytes.
@@ -127,11 +130,74 @@ impl HostBuffer {
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        if self.len_bytes > 0 {
+        if self.len_bytes > 0 && self.whole.is_none() {
             // SAFETY: `start` and `len_bytes` come from `os::reserve`, and nothing borrows self.
             unsafe { os::release(self.start, self.len_bytes) };
         }
     }
+}
+
+/// Buffers of huge pages that are handed out in parts, one after the other. A buffer by itself has its
+/// end, or if it is smaller than a huge page all of it, on small pages, which are slower to read.
+///
+/// The memory of a buffer is released when all its parts are dropped.
+#[derive(Debug)]
+pub struct HostArena {
+    region_bytes: usize,
+    region: Arc<HostBuffer>,
+    used: usize,
+}
+
+impl HostArena {
+    /// The size of a buffer, unless a part of it is larger or all parts are expected to be smaller.
+    const REGION_BYTES: usize = 64 << 20;
+    /// The alignment of parts: that of the smallest pages.
+    const ALIGNMENT: usize = 4096;
+
+    /// Makes an arena that takes no memory yet, for parts of so many bytes altogether.
+    pub fn new(expected_bytes: usize) -> Self {
+        HostArena {
+            region_bytes: expected_bytes.min(Self::REGION_BYTES),
+            region: Arc::new(HostBuffer::empty()),
+            used: 0,
+        }
+    }
+
+    /// Returns a part of `len_bytes` zero bytes, or fails with
+    /// [`crate::error::ErrorKind::OutOfMemory`].
+    pub fn zeroed(&mut self, len_bytes: usize) -> Result<HostBuffer> {
+        let taken = len_bytes.checked_next_multiple_of(Self::ALIGNMENT);
+        let taken = taken.ok_or_else(|| Error::out_of_memory("a buffer", len_bytes))?;
+        let room = self.region.len_bytes() - self.used;
+        if taken <= room {
+            // SAFETY: there is room for it, and earlier parts end before.
+            let part = unsafe { part_of(&self.region, self.used, len_bytes) };
+            self.used += taken;
+            return Ok(part);
+        }
+        let bytes = taken.max(self.region_bytes);
+        let region = Arc::new(HostBuffer::zeroed(bytes, Pages::Huge)?);
+        // SAFETY: it has no other part yet, and is no smaller.
+        let part = unsafe { part_of(&region, 0, len_bytes) };
+        // The one with more room left is that of the next parts.
+        if bytes - taken >= room {
+            (self.region, self.used) = (region, taken);
+        }
+        Ok(part)
+    }
+}
+
+/// Returns a part of `whole`, from `first` on.
+///
+/// # Safety
+/// The whole has these bytes, and no other part has any of them.
+unsafe fn part_of(whole: &Arc<HostBuffer>, first: usize, len_bytes: usize) -> HostBuffer {
+    if len_bytes == 0 {
+        return HostBuffer::empty();
+    }
+    // SAFETY: the whole has these bytes, as the caller vouches.
+    let start = unsafe { whole.start.add(first) };
+    HostBuffer { start, len_bytes, whole: Some(whole.clone()) }
 }
 
 /// A non-null, 64-byte-aligned address of nothing.
@@ -257,6 +323,29 @@ mod tests {
                 assert!(buffer.as_slice::<u16>().iter().all(|&v| v == 0x0707));
             }
         }
+    }
+
+    #[test]
+    fn parts_of_an_arena_are_apart_and_outlive_it() {
+        let mut arena = HostArena::new(10 << 20);
+        let sizes = [1, 5000, 0, 3 << 20, 100 << 20, 4096, 6 << 20, 2 << 20, 77];
+        let mut parts: Vec<HostBuffer> =
+            sizes.iter().map(|&len| arena.zeroed(len).unwrap()).collect();
+        drop(arena);
+        for (index, (part, &len)) in parts.iter_mut().zip(&sizes).enumerate() {
+            assert_eq!(part.len_bytes(), len);
+            assert_eq!(part.as_bytes().as_ptr() as usize % 64, 0);
+            assert!(part.as_bytes().iter().all(|&b| b == 0));
+            part.as_bytes_mut().fill(index as u8 + 1);
+        }
+        // In one order and the other.
+        parts.swap(0, 6);
+        while let Some(part) = parts.pop() {
+            let first = part.as_bytes().first().copied().unwrap_or(0);
+            assert!(part.as_bytes().iter().all(|&b| b == first));
+        }
+        assert!(HostArena::new(0).zeroed(usize::MAX).is_err());
+        assert!(HostArena::new(usize::MAX).zeroed(isize::MAX as usize).is_err());
     }
 
     #[test]

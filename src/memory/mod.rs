@@ -10,6 +10,6 @@ mod tensor;
 pub use caching_allocator::{Block, CachingAllocator, MemorySource, MemoryStats, SetApart};
 pub use device::Device;
 pub use dtype::DType;
-pub use host_buffer::{HostBuffer, Pages, Plain};
+pub use host_buffer::{HostArena, HostBuffer, Pages, Plain};
 pub use host_tensor::HostTensor;
 pub use tensor::{Dims, ElementType, RowLayout, Tensor, MAX_RANK};

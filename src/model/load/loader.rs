@@ -9,7 +9,7 @@ use super::options::{ActivationFormat, LoadOptions};
 use super::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, try_with_capacity, Error, ErrorKind, Result};
-use crate::memory::DType;
+use crate::memory::{DType, HostArena};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::folder::Folder;
 use crate::ops::common::packed_matrix::{PackedMatrix, PairOrder, PanelWriter, PANEL_COLUMNS};
@@ -23,6 +23,8 @@ pub(in crate::model) struct Loader<'a> {
     pub(super) kept: Kept,
     pub(super) dtype: DType,
     activations: ActivationFormat,
+    /// Where the CPU has its weights.
+    pub(super) arena: HostArena,
     /// Memory that the weights take.
     pub(super) weights_bytes: u64,
     pub(super) done_bytes: u64,
@@ -47,6 +49,7 @@ impl<'a> Loader<'a> {
             kept: Kept::No,
             dtype,
             activations: options.activations,
+            arena: HostArena::new(usize::try_from(total_bytes).unwrap_or(usize::MAX)),
             weights_bytes: 0,
             done_bytes: 0,
             total_bytes,
@@ -168,7 +171,7 @@ impl<'a> Loader<'a> {
     /// Packs a matrix for the CPU.
     pub(super) fn pack_quantised(&mut self, mut matrix: QuantisedMatrix) -> Result<HostMatrix> {
         matrix.format = self.activations.of(matrix.format);
-        let packed = QuantisedPanels::pack(self.backend, &matrix)?;
+        let packed = QuantisedPanels::pack_in(&mut self.arena, self.backend, &matrix)?;
         self.weights_bytes += packed.size_bytes() as u64;
         Ok(HostMatrix::Quantised(packed))
     }
@@ -244,8 +247,13 @@ impl WeightReader for Loader<'_> {
             return self.pack_quantised(matrix);
         }
         let order = PairOrder::of(self.backend);
-        let mut matrix =
-            PackedMatrix::zeroed(plan.out_features, plan.in_features, self.dtype, order)?;
+        let mut matrix = PackedMatrix::zeroed_in(
+            &mut self.arena,
+            plan.out_features,
+            plan.in_features,
+            self.dtype,
+            order,
+        )?;
         let writer = matrix.writer()?;
         let mut first = 0;
         for part in &plan.parts {

@@ -83,7 +83,9 @@ impl WeightReader for RandomWeights<'_, '_> {
         }
         let dtype = self.loader.dtype;
         let order = PairOrder::of(self.loader.backend);
-        let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, dtype, order)?;
+        let (out_features, in_features) = (plan.out_features, plan.in_features);
+        let arena = &mut self.loader.arena;
+        let mut matrix = PackedMatrix::zeroed_in(arena, out_features, in_features, dtype, order)?;
         let writer = matrix.writer()?;
         let (num_rows, row_len) = match plan.layout {
             MatrixLayout::Rows => (plan.out_features, plan.in_features),

@@ -9,7 +9,7 @@ use crate::backend::cpu::math::{bf16_bits, bf16_to_f32};
 use crate::backend::cpu::tiles::{TILE_K, TILE_ROWS};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
-use crate::memory::{DType, HostBuffer, Pages, Plain};
+use crate::memory::{DType, HostArena, HostBuffer, Plain};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The number of output columns of a panel.
@@ -68,12 +68,23 @@ impl PackedMatrix {
         dtype: DType,
         order: PairOrder,
     ) -> Result<Self> {
+        Self::zeroed_in(&mut HostArena::new(0), out_features, in_features, dtype, order)
+    }
+
+    /// The same, with its memory from `arena`.
+    pub fn zeroed_in(
+        arena: &mut HostArena,
+        out_features: usize,
+        in_features: usize,
+        dtype: DType,
+        order: PairOrder,
+    ) -> Result<Self> {
         let bytes = Self::bytes_for(out_features, in_features, dtype).ok_or_else(|| {
             Error::invalid_argument(format!(
                 "a matrix of {out_features} x {in_features} {dtype} exceeds the address space"
             ))
         })?;
-        let buffer = HostBuffer::zeroed(bytes, Pages::Huge)?;
+        let buffer = arena.zeroed(bytes)?;
         let order = if dtype == DType::BF16 { order } else { PairOrder::Rows };
         Ok(PackedMatrix { out_features, in_features, dtype, order, buffer })
     }

@@ -25,6 +25,7 @@ use crate::ops::common::panel_product::{grow, Epilogue, Units};
 use crate::ops::quantised::{
     unit_bytes, vectors_of, Code, Division, PanelDivision, QuantFormat, QuantisedPanels,
 };
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -261,7 +262,14 @@ impl<P: Epilogue> Lane<'_, P> {
         panel: usize,
         rows: Range<usize>,
     ) {
-        let mut sums = [0.0_f32; TILE_ROWS * PANEL_COLUMNS];
+        // Only what the rows need becomes zero: a single one has no time for more.
+        let mut room = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * PANEL_COLUMNS];
+        let Some(room) = room.get_mut(..rows.len() * PANEL_COLUMNS) else { return };
+        for place in room.iter_mut() {
+            place.write(0.0);
+        }
+        // SAFETY: all of them have just been written.
+        let sums = unsafe { &mut *(std::ptr::from_mut(room) as *mut [f32]) };
         let most_rows = match code {
             _ if BYTES => D::MAX_BYTE_ROWS,
             Code::Int4 => D::MAX_NIBBLE_ROWS,
@@ -287,7 +295,7 @@ impl<P: Epilogue> Lane<'_, P> {
         }
         let first = panel * PANEL_COLUMNS;
         let columns = first..self.weight.out_features().min(first + PANEL_COLUMNS);
-        self.epilogue.store::<S>(&sums, rows.start, rows.len(), columns);
+        self.epilogue.store::<S>(sums, rows.start, rows.len(), columns);
     }
 
     /// Multiplies `ROWS` rows by some segments of a panel.

@@ -13,7 +13,7 @@ use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::memory::{DType, HostBuffer, Pages};
+use crate::memory::{DType, HostArena, HostBuffer};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use std::ops::Range;
 
@@ -161,6 +161,15 @@ impl QuantisedPanels {
 
     /// Packs a matrix, on all threads.
     pub fn pack(backend: &CpuBackend, matrix: &QuantisedMatrix) -> Result<Self> {
+        Self::pack_in(&mut HostArena::new(0), backend, matrix)
+    }
+
+    /// The same, with its memory from `arena`.
+    pub fn pack_in(
+        arena: &mut HostArena,
+        backend: &CpuBackend,
+        matrix: &QuantisedMatrix,
+    ) -> Result<Self> {
         let (out_features, in_features) = (matrix.out_features, matrix.in_features);
         let format = matrix.format;
         let bytes = Self::bytes_for(out_features, in_features, &format, false)
@@ -172,7 +181,7 @@ impl QuantisedPanels {
             in_features,
             format,
             order,
-            buffer: HostBuffer::zeroed(bytes, Pages::Huge)?,
+            buffer: arena.zeroed(bytes)?,
         };
         let division = panels.division();
         let panel_bytes = division.panel_bytes;
