@@ -4,7 +4,7 @@
 
 use super::inbox::Message;
 use super::sequence::SequenceKey;
-use super::submission::Work;
+use super::submission::{Submission, Work};
 use super::worker::Worker;
 use crate::error::{Error, Result};
 
@@ -56,19 +56,36 @@ impl Worker {
         }
     }
 
-    /// Chooses a token from logits that a host has changed.
-    pub(super) fn take_answer(&mut self, key: SequenceKey, mut logits: Vec<f32>) {
+    /// Chooses tokens from the logits that hosts have changed, several at a time. They wait with their
+    /// sequences to be handed out.
+    pub(super) fn choose_from_answers(&mut self, submissions: &mut [Submission]) -> Result<()> {
+        if !submissions.iter().any(|it| matches!(it, Submission::Answer { .. })) {
+            return Ok(());
+        }
+        let (works, scheduler, backend) = (&self.works, &self.scheduler, &self.backend);
+        backend.parallel_each_row(submissions, 1, |_, submissions| {
+            for submission in submissions {
+                let Submission::Answer { key, logits } = submission else { continue };
+                let Some(sequence) = scheduler.sequence(*key) else { continue };
+                works.with(*key, |active| {
+                    let Work::Sample(work) = &mut active.work else { return };
+                    let tokens = sequence.token_ids();
+                    let index = tokens.len().saturating_sub(work.num_prompt_tokens) as u64;
+                    active.chosen = Some(work.choose(backend, logits, index, tokens));
+                });
+            }
+        })
+    }
+
+    /// Hands out the token that was chosen from logits that a host has changed.
+    pub(super) fn take_answer(&mut self, key: SequenceKey, logits: Vec<f32>) {
         self.scheduler.set_awaits_host(key, false);
-        let Some(sequence) = self.scheduler.sequence(key) else { return };
         let Some(active) = self.works.get_mut(key) else { return };
-        let Work::Sample(work) = &mut active.work else { return };
-        let tokens = sequence.token_ids();
-        let index = tokens.len().saturating_sub(work.num_prompt_tokens) as u64;
-        let chosen = work.choose(&mut logits, index, tokens);
         active.row = logits;
-        match chosen {
-            Ok(chosen) => self.hand_out(key, chosen),
-            Err(error) => self.end(key, Err(error)),
+        match active.chosen.take() {
+            Some(Ok(chosen)) => self.hand_out(key, chosen),
+            Some(Err(error)) => self.end(key, Err(error)),
+            None => self.end(key, Err(Error::internal("an answer that was not chosen from"))),
         }
     }
 }

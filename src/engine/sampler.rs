@@ -4,19 +4,18 @@
 //! in its order: biases, repetition, presence and frequency penalty, repeated sequences, temperature, top_k,
 //! top_p, min_p, typical_p.
 //! Presence and frequency penalty, which Transformers does not have, count generated tokens as the
-//! OpenAI interface does. Random numbers come from a counter: the draw of step n depends on the
-//! seed and n alone.
-
-use std::cmp::Ordering;
+//! OpenAI interface does.
 
 use serde_json::{Map, Value};
 
 use super::config_fields::{count, float};
 use super::logit_changes::{LogitBias, LogitChanges, Penalties};
+use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Draw, LogProbs, LogProbsWanted, TokenChoice, TokenLogProb};
 use crate::ops::adjust_logits::cpu::mask_logits;
 use crate::ops::log_probs::cpu::LogSum;
+use crate::ops::sample::cpu::Candidates;
 use crate::ops::top_k::cpu::select;
 use crate::text::TokenMask;
 
@@ -178,30 +177,22 @@ impl SamplingParams {
         if self.temperature == 0.0 {
             return TokenChoice::Greedy;
         }
-        TokenChoice::Draw(Draw {
-            temperature: self.temperature,
+        TokenChoice::Draw(self.draw(seed, 0))
+    }
+
+    /// Returns the draw of the token number `index`. A temperature of 0, which is not drawn with, counts
+    /// as 1.
+    fn draw(&self, seed: u64, index: u64) -> Draw {
+        Draw {
+            temperature: if self.temperature == 0.0 { 1.0 } else { self.temperature },
             top_k: u32::try_from(self.top_k).unwrap_or(0),
             top_p: self.top_p,
             min_p: self.min_p,
             typical_p: self.typical_p,
             seed,
-            index: 0,
-        })
+            index,
+        }
     }
-}
-
-/// A token that is still in the choice.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Candidate {
-    /// The token.
-    pub token_id: u32,
-    /// Its logit after penalties and temperature; after [`Sampler::candidates`] its probability.
-    pub weight: f64,
-}
-
-/// Orders the most likely first, and equal ones by their ids, so that the order is total.
-fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
-    b.weight.total_cmp(&a.weight).then(a.token_id.cmp(&b.token_id))
 }
 
 /// A chosen token.
@@ -218,8 +209,8 @@ pub struct Sampler {
     params: SamplingParams,
     seed: u64,
     changes: LogitChanges,
-    candidates: Vec<Candidate>,
-    /// The top-k logits and their tokens.
+    candidates: Candidates,
+    /// The likeliest logits and their tokens.
     largest: Vec<(f32, usize)>,
 }
 
@@ -228,7 +219,13 @@ impl Sampler {
     pub fn new(params: SamplingParams, seed: u64, prompt: &[u32]) -> Result<Self> {
         let mut changes = LogitChanges::new(params.penalties(), prompt)?;
         changes.ban_repeated(params.no_repeat_ngram_size);
-        Ok(Sampler { params, seed, changes, candidates: Vec::new(), largest: Vec::new() })
+        Ok(Sampler {
+            params,
+            seed,
+            changes,
+            candidates: Candidates::default(),
+            largest: Vec::new(),
+        })
     }
 
     /// Returns the changes to the logits that come before the choice.
@@ -245,18 +242,19 @@ impl Sampler {
     /// repeated.
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
-    pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
-        let chosen = self.choose(logits, step, &[], None, None)?;
+    pub fn sample(&mut self, backend: &CpuBackend, logits: &mut [f32], step: u64) -> Result<u32> {
+        let chosen = self.choose(backend, logits, step, &[], None, None)?;
         self.changes.remember(chosen.token)?;
         Ok(chosen.token)
     }
 
     /// Chooses the token number `step` of the sequence, after `tokens`: prompt and answer so far. It is
-    /// not remembered yet. It is one that `mask` allows.
+    /// not remembered yet. It is one that `mask` allows. All work is done on this thread.
     ///
     /// `logits`: [vocab_size]; changed by biases, penalties and the mask.
     pub fn choose(
         &mut self,
+        backend: &CpuBackend,
         logits: &mut [f32],
         step: u64,
         tokens: &[u32],
@@ -264,7 +262,7 @@ impl Sampler {
         wanted: Option<LogProbsWanted>,
     ) -> Result<Chosen> {
         let raw = match wanted {
-            Some(wanted) if !wanted.processed => Some(self.log_probs(logits, wanted)?),
+            Some(wanted) if !wanted.processed => Some(self.log_probs(backend, logits, wanted)?),
             _ => None,
         };
         self.changes.apply(step, tokens, logits)?;
@@ -274,8 +272,7 @@ impl Sampler {
         let token = if self.params.temperature == 0.0 {
             most_likely(logits)?
         } else {
-            self.fill_candidates(logits)?;
-            self.draw(uniform(self.seed, step))?
+            self.draw(backend, logits, step)?
         };
         if mask.is_some_and(|mask| !mask.allows(token)) {
             return Err(none_left());
@@ -284,7 +281,7 @@ impl Sampler {
         let (logit, found) = match (wanted, raw) {
             (None, _) => return Ok(Chosen { token, log_probs: None }),
             (_, Some(raw)) => (self.changes.before(token).unwrap_or(logit), raw),
-            (Some(wanted), None) => (logit, self.log_probs(logits, wanted)?),
+            (Some(wanted), None) => (logit, self.log_probs(backend, logits, wanted)?),
         };
         let (sum, mut log_probs) = found;
         log_probs.chosen = sum.log_prob(logit);
@@ -295,11 +292,13 @@ impl Sampler {
     /// one.
     fn log_probs(
         &mut self,
+        backend: &CpuBackend,
         logits: &[f32],
         wanted: LogProbsWanted,
     ) -> Result<(LogSum, Box<LogProbs>)> {
         let is_scaled = wanted.processed && self.params.temperature > 0.0;
-        let sum = LogSum::of(logits, if is_scaled { self.params.temperature } else { 1.0 });
+        let sum =
+            LogSum::of(backend, logits, if is_scaled { self.params.temperature } else { 1.0 });
         let count = (wanted.num_top as usize).min(logits.len());
         let mut top = try_with_capacity(count, "log-probabilities")?;
         if count > 0 {
@@ -316,136 +315,27 @@ impl Sampler {
         Ok((sum, Box::new(LogProbs { chosen: 0.0, top })))
     }
 
-    /// Returns the tokens that can be chosen and their probabilities, which add up to 1. For tests
-    /// and inspection: [`Sampler::sample`] without the draw.
-    pub fn candidates(&mut self, logits: &mut [f32]) -> Result<&[Candidate]> {
-        self.candidates_after(logits, &[])
-    }
-
-    /// As [`Sampler::candidates`], after `tokens`: prompt and answer so far.
-    pub fn candidates_after(&mut self, logits: &mut [f32], tokens: &[u32]) -> Result<&[Candidate]> {
+    /// Returns the tokens that can be chosen after `tokens` (prompt and answer so far) and their
+    /// probabilities, which add up to 1. For tests and inspection: [`Sampler::sample`] without the draw.
+    pub fn probabilities(
+        &mut self,
+        backend: &CpuBackend,
+        logits: &mut [f32],
+        tokens: &[u32],
+    ) -> Result<Vec<(u32, f64)>> {
         self.changes.apply(0, tokens, logits)?;
-        self.fill_candidates(logits)?;
-        let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
-        self.candidates.iter_mut().for_each(|c| c.weight /= sum);
-        Ok(&self.candidates)
+        let highest = highest(logits)?;
+        self.candidates.fill(backend, logits, highest, &self.params.draw(self.seed, 0))?;
+        Ok(self.candidates.probabilities().collect())
     }
 
-    /// Leaves the surviving tokens with unnormalised probabilities (the most likely has 1).
-    fn fill_candidates(&mut self, logits: &[f32]) -> Result<()> {
-        let p = self.params;
-        let temperature = if p.temperature == 0.0 { 1.0 } else { p.temperature };
-        let highest = logits.get(most_likely(logits)? as usize).copied().unwrap_or(0.0);
-        // The distance from the highest is divided: it stays finite for the smallest temperature.
-        let scaled = |logit: f32| (f64::from(logit) - f64::from(highest)) / f64::from(temperature);
-        let candidates = &mut self.candidates;
-        candidates.clear();
-        candidates
-            .try_reserve(logits.len())
-            .map_err(|_| Error::out_of_memory("sampling", size_of_val(logits)))?;
-        // As in Transformers, ties with the k-th stay.
-        let mut lowest = f32::NEG_INFINITY;
-        if p.top_k > 0 && p.top_k < logits.len() {
-            self.largest.clear();
-            self.largest
-                .try_reserve(2 * p.top_k)
-                .map_err(|_| Error::out_of_memory("sampling", 2 * size_of_val(logits)))?;
-            select(logits, p.top_k, &mut self.largest);
-            lowest = self.largest.last().map_or(lowest, |last| last.0);
-        }
-        // However high the temperature is, a banned token is not drawn.
-        let is_all_banned = highest == f32::MIN;
-        candidates.extend(
-            logits
-                .iter()
-                .enumerate()
-                .filter(|(_, logit)| **logit >= lowest && (**logit > f32::MIN || is_all_banned))
-                .map(|(id, logit)| Candidate { token_id: id as u32, weight: scaled(*logit) }),
-        );
-        candidates.iter_mut().for_each(|c| c.weight = c.weight.exp());
-        if p.top_p < 1.0 {
-            keep_nucleus(candidates, f64::from(p.top_p));
-        }
-        if p.min_p > 0.0 {
-            candidates.retain(|c| c.weight >= f64::from(p.min_p));
-        }
-        if p.typical_p < 1.0 {
-            keep_typical(candidates, f64::from(p.typical_p));
-        }
-        // The draw goes over the candidates in a fixed order, whatever order selection left.
-        candidates.sort_unstable_by_key(|c| c.token_id);
-        Ok(())
+    fn draw(&mut self, backend: &CpuBackend, logits: &[f32], step: u64) -> Result<u32> {
+        let highest = highest(logits)?;
+        let draw = self.params.draw(self.seed, step);
+        self.candidates.fill(backend, logits, highest, &draw)?;
+        let token = self.candidates.draw(&draw);
+        token.ok_or_else(|| Error::internal("no token is left to choose from"))
     }
-
-    fn draw(&self, uniform: f64) -> Result<u32> {
-        let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
-        let mut left = uniform * sum;
-        for candidate in &self.candidates {
-            left -= candidate.weight;
-            if left < 0.0 {
-                return Ok(candidate.token_id);
-            }
-        }
-        // Rounding left a remainder, which goes to the last candidate that has any probability.
-        let last = self.candidates.iter().rev().find(|c| c.weight > 0.0);
-        last.map(|c| c.token_id).ok_or_else(|| Error::internal("no token is left to choose from"))
-    }
-}
-
-/// Keeps the most likely candidates until they have the share `top_p` of all probability.
-fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
-    let goal = top_p * candidates.iter().map(|c| c.weight).sum::<f64>();
-    // Sorting a whole vocabulary for a handful of tokens is the slow part of sampling: sort those
-    // that are not negligible first, and all of them only if these do not reach the goal.
-    for negligible in [1e-4, 0.0] {
-        let mut likely = 0;
-        for i in 0..candidates.len() {
-            if candidates.get(i).is_some_and(|c| c.weight >= negligible) {
-                candidates.swap(i, likely);
-                likely += 1;
-            }
-        }
-        let Some(head) = candidates.get_mut(..likely) else { return };
-        head.sort_unstable_by(by_weight);
-        let mut before = 0.0;
-        let mut kept = 0;
-        // A token stays if those before it do not reach the goal; so the first always stays.
-        for candidate in head.iter() {
-            if before >= goal {
-                break;
-            }
-            before += candidate.weight;
-            kept += 1;
-        }
-        if before >= goal || negligible == 0.0 {
-            candidates.truncate(kept.max(1));
-            return;
-        }
-    }
-}
-
-/// Keeps the candidates whose information content is nearest to the entropy, until they have the share
-/// `typical_p` of all probability (Meister et al. 2022, "Locally typical sampling", arXiv:2202.00666;
-/// Transformers' `TypicalLogitsWarper`). Ties with the last one stay.
-fn keep_typical(candidates: &mut Vec<Candidate>, typical_p: f64) {
-    candidates.retain(|c| c.weight > 0.0);
-    let sum: f64 = candidates.iter().map(|c| c.weight).sum();
-    let information = |c: &Candidate| -(c.weight / sum).ln();
-    let entropy: f64 = candidates.iter().map(|c| c.weight / sum * information(c)).sum();
-    let distance = |c: &Candidate| (information(c) - entropy).abs();
-    candidates.sort_unstable_by(|a, b| {
-        distance(a).total_cmp(&distance(b)).then(a.token_id.cmp(&b.token_id))
-    });
-    let mut before = 0.0;
-    let mut last = f64::INFINITY;
-    for candidate in candidates.iter() {
-        before += candidate.weight / sum;
-        if before >= typical_p {
-            last = distance(candidate);
-            break;
-        }
-    }
-    candidates.retain(|c| distance(c) <= last);
 }
 
 /// Values that a loop handles at once, so that it is compiled to vector instructions.
@@ -469,15 +359,22 @@ fn largest(values: &[f32]) -> (f32, bool) {
     (best, check.iter().all(|&check| check == 0.0))
 }
 
-/// Returns the token with the highest logit, the first one of equals. NaN or infinity is an error:
-/// the model's weights are broken, and no token would be right.
-fn most_likely(logits: &[f32]) -> Result<u32> {
+/// Returns the highest logit. NaN or infinity is an error: the model's weights are broken, and no
+/// token would be right.
+fn highest(logits: &[f32]) -> Result<f32> {
     let (highest, is_finite) = largest(logits);
-    let found = logits.iter().position(|&logit| logit == highest);
-    match found {
-        Some(id) if is_finite => Ok(id as u32),
-        _ => Err(not_finite()),
+    if is_finite && !logits.is_empty() {
+        Ok(highest)
+    } else {
+        Err(not_finite())
     }
+}
+
+/// Returns the token with the highest logit, the first one of equals.
+fn most_likely(logits: &[f32]) -> Result<u32> {
+    let highest = highest(logits)?;
+    let found = logits.iter().position(|&logit| logit == highest);
+    found.map(|id| id as u32).ok_or_else(not_finite)
 }
 
 /// Returns the error for logits from which no token can be chosen.
@@ -494,23 +391,13 @@ pub(super) fn none_left() -> Error {
     )
 }
 
-/// Returns a number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64
-/// mixer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their
-/// combination.
-fn uniform(seed: u64, step: u64) -> f64 {
-    fn mix(mut z: u64) -> u64 {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-    let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN)));
-    (bits >> 11) as f64 / (1u64 << 53) as f64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn backend() -> CpuBackend {
+        CpuBackend::new(1).unwrap()
+    }
 
     fn params(caller: SamplingOverrides) -> SamplingParams {
         SamplingParams::resolve(&caller, &SamplingOverrides::default()).unwrap()
@@ -518,11 +405,12 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_first_of_equals_and_refuses_nan() {
+        let backend = backend();
         let mut sampler = Sampler::new(params(SamplingOverrides::default()), 1, &[]).unwrap();
-        assert_eq!(sampler.sample(&mut [0.0, 3.0, 3.0, -1.0], 0).unwrap(), 1);
-        assert!(sampler.sample(&mut [0.0, f32::NAN], 1).is_err());
-        assert!(sampler.sample(&mut [0.0, f32::INFINITY], 1).is_err());
-        assert!(sampler.sample(&mut [], 1).is_err());
+        assert_eq!(sampler.sample(&backend, &mut [0.0, 3.0, 3.0, -1.0], 0).unwrap(), 1);
+        assert!(sampler.sample(&backend, &mut [0.0, f32::NAN], 1).is_err());
+        assert!(sampler.sample(&backend, &mut [0.0, f32::INFINITY], 1).is_err());
+        assert!(sampler.sample(&backend, &mut [], 1).is_err());
     }
 
     #[test]
@@ -553,11 +441,14 @@ mod tests {
 
     #[test]
     fn draws_follow_the_probabilities_and_the_seed() {
+        let backend = backend();
         let caller = SamplingOverrides { temperature: Some(1.0), ..Default::default() };
         let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
         let run = |seed: u64| -> Vec<u32> {
             let mut sampler = Sampler::new(params(caller), seed, &[]).unwrap();
-            (0..20_000).map(|step| sampler.sample(&mut logits.clone(), step).unwrap()).collect()
+            (0..20_000)
+                .map(|step| sampler.sample(&backend, &mut logits.clone(), step).unwrap())
+                .collect()
         };
         let tokens = run(7);
         assert_eq!(tokens, run(7));
@@ -572,6 +463,7 @@ mod tests {
     /// Whole vocabularies, with equals.
     #[test]
     fn top_k_leaves_the_k_likeliest_and_their_equals() {
+        let backend = backend();
         let mut state = 1u64;
         let mut next = move || {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -588,8 +480,8 @@ mod tests {
                     ..Default::default()
                 };
                 let mut sampler = Sampler::new(params(caller), 1, &[]).unwrap();
-                let found = sampler.candidates(&mut logits.clone()).unwrap();
-                let found: Vec<u32> = found.iter().map(|c| c.token_id).collect();
+                let found = sampler.probabilities(&backend, &mut logits.clone(), &[]).unwrap();
+                let found: Vec<u32> = found.iter().map(|(token, _)| *token).collect();
                 let mut sorted = logits.clone();
                 sorted.sort_by(|a, b| b.total_cmp(a));
                 let kth = sorted[(top_k as usize).min(len) - 1];
@@ -602,6 +494,7 @@ mod tests {
 
     #[test]
     fn presence_and_frequency_count_generated_tokens_only() {
+        let backend = backend();
         let caller = SamplingOverrides {
             presence_penalty: Some(1.0),
             frequency_penalty: Some(0.5),
@@ -609,22 +502,23 @@ mod tests {
         };
         let mut sampler = Sampler::new(params(caller), 0, &[0]).unwrap();
         // The prompt's token 0 is not penalised.
-        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 0).unwrap(), 0);
+        assert_eq!(sampler.sample(&backend, &mut [2.0, 1.9, 0.6], 0).unwrap(), 0);
         // 2.0 - 1.5 = 0.5.
-        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 1).unwrap(), 1);
+        assert_eq!(sampler.sample(&backend, &mut [2.0, 1.9, 0.6], 1).unwrap(), 1);
         // 1.9 - 1.5 = 0.4, so 2 is next.
-        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 2).unwrap(), 2);
+        assert_eq!(sampler.sample(&backend, &mut [2.0, 1.9, 0.6], 2).unwrap(), 2);
     }
 
     #[test]
     fn a_flat_nucleus_needs_more_than_the_likely_ones() {
+        let backend = backend();
         let caller =
             SamplingOverrides { temperature: Some(1.0), top_p: Some(0.9), ..Default::default() };
         let mut sampler = Sampler::new(params(caller), 0, &[]).unwrap();
         // One token of weight 1 and 200,000 of weight 5e-5: together 11, of which 0.9 need 9.9.
         let mut logits = vec![(5e-5f32).ln(); 200_001];
         logits[100] = 0.0;
-        let kept = sampler.candidates(&mut logits).unwrap().len();
+        let kept = sampler.probabilities(&backend, &mut logits, &[]).unwrap().len();
         assert!((178_000..=178_010).contains(&kept), "{kept}");
     }
 }

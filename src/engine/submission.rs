@@ -8,6 +8,7 @@ use super::lease::Handoff;
 use super::request::FinishReason;
 use super::sampler::{Chosen, Sampler};
 use super::sequence::{NewSequence, SequenceKey};
+use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::model::{LogProbsWanted, TokenChoice};
 
@@ -47,12 +48,18 @@ pub(super) struct PromptWork {
 
 impl SampleWork {
     /// Chooses the token number `index`, after `tokens`: prompt and answer so far.
-    pub fn choose(&mut self, logits: &mut [f32], index: u64, tokens: &[u32]) -> Result<Chosen> {
+    pub fn choose(
+        &mut self,
+        backend: &CpuBackend,
+        logits: &mut [f32],
+        index: u64,
+        tokens: &[u32],
+    ) -> Result<Chosen> {
         let Self { sampler, constrained, log_probs, .. } = self;
         // The first tokens fit; that was checked.
         let constrained = constrained.as_mut().filter(|_| !sampler.changes_mut().is_decided(index));
         let mask = constrained.map(|constrained| constrained.mask()).transpose()?;
-        sampler.choose(logits, index, tokens, mask, *log_probs)
+        sampler.choose(backend, logits, index, tokens, mask, *log_probs)
     }
 
     /// Whether a constraint, rather than a first token, decides the token number `index`.

@@ -172,6 +172,12 @@ impl Worker {
         let remarks = std::mem::take(&mut intake.remarks);
         drop(intake);
         remarks.iter().for_each(|sentence| self.alerts.remark(sentence));
+        let mut arriving = std::mem::take(&mut self.arriving);
+        let chosen = self.choose_from_answers(arriving.make_contiguous());
+        self.arriving = arriving;
+        if let Err(error) = chosen {
+            self.fail(error);
+        }
         while let Some(submission) = self.arriving.pop_front() {
             self.take_in(submission);
         }
@@ -624,13 +630,13 @@ impl Worker {
         let StepResult { logits, .. } = &mut self.result;
         let vocab_size = self.model.vocab_size();
         let works = &self.works;
-        let scheduler = &self.scheduler;
+        let (scheduler, backend) = (&self.scheduler, &self.backend);
         let ours = entries.iter().filter(|entry| entry.row.is_some() && !entry.by_model);
         let num_ours = ours.clone().count();
         if num_ours.checked_mul(vocab_size) != Some(logits.len()) {
             return Err(Error::internal("a step gave other rows of logits than were asked for"));
         }
-        self.backend.parallel_rows(logits, vocab_size, |first, rows| {
+        backend.parallel_rows(logits, vocab_size, |first, rows| {
             let mine = ours.clone().skip(first);
             for (entry, row) in mine.zip(rows.chunks_exact_mut(vocab_size)) {
                 let Some(sequence) = scheduler.sequence(entry.key) else { continue };
@@ -647,7 +653,7 @@ impl Worker {
                         }
                         return;
                     }
-                    active.chosen = Some(work.choose(row, index, tokens));
+                    active.chosen = Some(work.choose(backend, row, index, tokens));
                 });
             }
         })

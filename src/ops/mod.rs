@@ -27,7 +27,7 @@
 //! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `quantise` makes them, with `four_bits` the search for scales; `panels` the order in which the CPU reads them; `tiles` the order in which kernels read them; `activations` activations in FP8, `cuda_activations` on a GPU; `cuda` tiles on a GPU as dense rows; `tensors` codes, scales and zeros of a caller's | `xserv_op_quantise`, `xserv_op_dequantise` | `tests/ops/quantised/` |
 //! | [`rms_norm`] | `cpu` typed slices; `cpu_heads` heads inside rows; `cuda` tensors; `cuda_rounded` rounded after each step; `tensors` the parameters of the sum with a residual | `xserv_op_rms_norm`, `xserv_op_add_rms_norm` | `tests/ops/rms_norm.rs` |
 //! | [`rope`] | `cpu` typed slices; `angles` positions, tables and pairs; `cpu_table` a model's table on the CPU; `cuda` tensors; `cuda_rounded` a model's table on a GPU | `xserv_op_rope`, `xserv_op_rope_table` | `tests/ops/rope.rs` |
-//! | [`sample`] | `mod` on a GPU |  | `tests/ops/sample.rs` |
+//! | [`sample`] | `mod` on a GPU; `cpu` a row of f32 |  | `tests/ops/sample.rs` |
 //! | [`silu_mul`] | `cpu` typed slices; `cpu_stacked` both halves in a row; `cuda` tensors; `cuda_rounded` rounded after each step | `xserv_op_silu_mul` | `tests/ops/silu_mul.rs` |
 //! | [`softmax`] | `cpu` typed slices; `cuda` tensors | `xserv_op_softmax` | `tests/ops/softmax.rs` |
 //! | [`top_k`] | `cpu` typed slices; `cuda` tensors | `xserv_op_top_k` | `tests/ops/top_k.rs` |

@@ -169,7 +169,7 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 21] = [
+const ARROWS: [(&str, &str); 22] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
@@ -190,6 +190,7 @@ const ARROWS: [(&str, &str); 21] = [
     ("qk_norm_rope_append", "rope"),
     ("quantised", "copy"),
     ("quantised", "elementwise"),
+    ("sample", "top_k"),
     ("silu_mul", "activation"),
 ];
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::chi_square::assert_fits;
 use safetensors::SafeTensors;
+use xserv::backend::cpu::CpuBackend;
 use xserv::engine::{LogitBias, Sampler, SamplingOverrides, SamplingParams};
 
 fn golden() -> Option<PathBuf> {
@@ -23,12 +24,18 @@ fn params(caller: &SamplingOverrides) -> SamplingParams {
     SamplingParams::resolve(caller, &SamplingOverrides::default()).unwrap()
 }
 
+fn backend() -> CpuBackend {
+    CpuBackend::new(1).unwrap()
+}
+
 /// Probabilities of all tokens, zero for those that are out.
 fn probabilities(caller: &SamplingOverrides, previous: &[u32], logits: &[f32]) -> Vec<f64> {
     let mut sampler = Sampler::new(params(caller), 0, previous).unwrap();
     let mut out = vec![0.0; logits.len()];
-    for candidate in sampler.candidates(&mut logits.to_vec()).unwrap() {
-        out[candidate.token_id as usize] = candidate.weight;
+    for (token, probability) in
+        sampler.probabilities(&backend(), &mut logits.to_vec(), &[]).unwrap()
+    {
+        out[token as usize] = probability;
     }
     out
 }
@@ -205,7 +212,7 @@ fn overrides(case: &serde_json::Value) -> SamplingOverrides {
 #[test]
 fn processors_leave_what_those_of_transformers_leave() {
     let cases = Cases::read();
-    let before = cases.before();
+    let (before, backend) = (cases.before(), backend());
     for case in cases.all() {
         let biases = case["logit_bias"].as_array().cloned().unwrap_or_default();
         let biases: Vec<LogitBias> = biases
@@ -219,8 +226,8 @@ fn processors_leave_what_those_of_transformers_leave() {
         sampler.add_biases(&biases).unwrap();
         let mut logits = cases.logits(case);
         let mut found = vec![0.0; logits.len()];
-        for candidate in sampler.candidates_after(&mut logits, &before).unwrap() {
-            found[candidate.token_id as usize] = candidate.weight;
+        for (token, probability) in sampler.probabilities(&backend, &mut logits, &before).unwrap() {
+            found[token as usize] = probability;
         }
         let mut shown = case.clone();
         shown.as_object_mut().unwrap().remove("probabilities");
@@ -237,7 +244,7 @@ fn processors_leave_what_those_of_transformers_leave() {
 #[test]
 fn draws_have_the_probabilities_of_transformers() {
     const DRAWS: u64 = 100_000;
-    let cases = Cases::read();
+    let (cases, backend) = (Cases::read(), backend());
     let is_plain = |case: &&serde_json::Value| {
         ["logit_bias", "repetition_penalty", "no_repeat_ngram_size"]
             .iter()
@@ -250,7 +257,8 @@ fn draws_have_the_probabilities_of_transformers() {
         let mut sampler = Sampler::new(params(&overrides(case)), seed, &[]).unwrap();
         let mut counts = vec![0u64; logits.len()];
         for step in 0..DRAWS {
-            let chosen = sampler.choose(&mut logits.clone(), step, &[], None, None).unwrap();
+            let chosen =
+                sampler.choose(&backend, &mut logits.clone(), step, &[], None, None).unwrap();
             counts[chosen.token as usize] += 1;
         }
         let probabilities = numbers(&case["probabilities"]);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::support::device::cuda_context;
 use crate::support::random::Random;
+use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::log_probs::cpu::LogSum;
@@ -50,10 +51,17 @@ fn assert_close(found: f32, expected: f64, temperature: f32, what: &str) {
 
 #[test]
 fn the_cpu_gives_the_logarithm_of_the_softmax() {
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        let backend = CpuBackend::with_isa(1, isa).expect("a backend");
+        check_log_sums(&backend);
+    }
+}
+
+fn check_log_sums(backend: &CpuBackend) {
     for vocab_size in [1, 15, 16, 17, 1000, 151_936, 151_937] {
         for logits in rows(vocab_size, 4) {
             for temperature in [1.0, 0.3, 2.5] {
-                let sum = LogSum::of(&logits, temperature);
+                let sum = LogSum::of(backend, &logits, temperature);
                 for (&logit, &expected) in logits.iter().zip(&reference(&logits, temperature)) {
                     let what = format!("vocabulary of {vocab_size}");
                     assert_close(sum.log_prob(logit), expected, temperature, &what);

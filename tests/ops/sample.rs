@@ -1,21 +1,148 @@
-//! The choice of tokens on a GPU, against the sampler of the host.
+//! The choice of tokens: on the CPU against a plain sort in f64, and on a GPU against the sampler of
+//! the host.
 
 use std::sync::Arc;
 
 use crate::support::chi_square::assert_fits;
 use crate::support::device::{cuda_context, upload};
 use crate::support::{rounded, to_bytes};
+use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::engine::{Sampler, SamplingOverrides, SamplingParams};
 use xserv::memory::{DType, ElementType};
 use xserv::model::NO_TOKEN;
+use xserv::ops::sample::cpu::Candidates;
 use xserv::ops::sample::{
-    sample, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
+    sample, Draw, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
 };
 
 fn argmax(logits: &[f32]) -> u32 {
     let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
     best.expect("a row").0 as u32
+}
+
+/// The probabilities that the filters leave, by sorting.
+fn plainly(logits: &[f32], draw: &Draw) -> Vec<f64> {
+    let highest = logits.iter().copied().fold(f32::MIN, f32::max);
+    let distance =
+        |id: usize| (f64::from(highest) - f64::from(logits[id])) / f64::from(draw.temperature);
+    let mut ids: Vec<usize> = (0..logits.len()).collect();
+    ids.retain(|&id| logits[id] > f32::MIN || highest == f32::MIN);
+    ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let weight = |id: usize| (-distance(id)).exp();
+    let sum = |ids: &[usize]| ids.iter().map(|&id| weight(id)).sum::<f64>();
+    if let Some(&last) = ids.get((draw.top_k as usize).wrapping_sub(1)) {
+        ids.retain(|&id| logits[id] >= logits[last]);
+    }
+    // Returns the number of tokens that reach a share of the probability.
+    let reaching = |ids: &[usize], share: f32| {
+        let (goal, mut before) = (f64::from(share) * sum(ids), 0.0);
+        let reached = ids.iter().position(|&id| {
+            before += weight(id);
+            before >= goal
+        });
+        reached.map_or(ids.len(), |place| place + 1)
+    };
+    if draw.top_p < 1.0 {
+        ids.truncate(reaching(&ids, draw.top_p));
+    }
+    ids.retain(|&id| weight(id) >= f64::from(draw.min_p));
+    if draw.typical_p < 1.0 {
+        let mean = ids.iter().map(|&id| weight(id) * distance(id)).sum::<f64>() / sum(&ids);
+        let far = |id: usize| (distance(id) - mean).abs();
+        ids.sort_by(|&a, &b| far(a).total_cmp(&far(b)).then(a.cmp(&b)));
+        let last = ids[reaching(&ids, draw.typical_p) - 1];
+        ids.retain(|&id| far(id) <= far(last) * (1.0 + 1e-12));
+    }
+    let all = sum(&ids);
+    let mut out = vec![0.0; logits.len()];
+    ids.iter().for_each(|&id| out[id] = weight(id) / all);
+    out
+}
+
+/// Checks what the CPU leaves of a row, and a few of its draws.
+fn check_on_cpu(backend: &CpuBackend, logits: &[f32], draw: Draw) {
+    let what = format!("{draw:?} of {} on {}", logits.len(), backend.isa().name());
+    let highest = logits.iter().copied().fold(f32::MIN, f32::max);
+    let mut candidates = Candidates::default();
+    // What an earlier row left in the memory does not matter.
+    candidates.fill(backend, &[1.0, 2.0, 3.0], 3.0, &draw).expect("room");
+    candidates.fill(backend, logits, highest, &draw).expect("room");
+    let mut found = vec![0.0; logits.len()];
+    candidates.probabilities().for_each(|(id, probability)| found[id as usize] = probability);
+    let expected = plainly(logits, &draw);
+    let kept = |p: &[f64]| p.iter().filter(|p| **p > 0.0).count();
+    assert_eq!(kept(&found), kept(&expected), "{what}");
+    for (id, (&found, &expected)) in found.iter().zip(&expected).enumerate() {
+        assert!((found - expected).abs() <= 1e-11 * expected, "{what}: {id}: {found}, {expected}");
+    }
+    let mut before = 0.0;
+    let ends: Vec<f64> = expected
+        .iter()
+        .map(|p| {
+            before += p;
+            before
+        })
+        .collect();
+    // The numbers from 0 to 1 that belong to the tokens rise with them.
+    let mut drawn: Vec<u32> =
+        (0..64).map(|index| candidates.draw(&Draw { index, ..draw }).expect("a token")).collect();
+    assert!(drawn.iter().all(|&id| expected[id as usize] > 0.0), "{what}");
+    drawn.sort_unstable();
+    let below = |share: f64| ends.iter().position(|&end| end > share).unwrap_or(ends.len() - 1);
+    // Six standard deviations of the 64 draws' median.
+    let (low, high) = (below(0.5 - 0.375), below(0.5 + 0.375));
+    assert!((low..=high).contains(&(drawn[32] as usize)), "{what}: {}", drawn[32]);
+}
+
+#[test]
+fn the_cpu_leaves_what_a_sort_leaves() {
+    let neutral = Draw { seed: 5, ..Draw::default() };
+    let filters = [
+        neutral,
+        Draw { top_k: 40, ..neutral },
+        Draw { top_k: 20, top_p: 0.95, ..neutral },
+        Draw { top_p: 0.1, ..neutral },
+        Draw { top_p: 0.95, ..neutral },
+        Draw { top_p: 0.9999, ..neutral },
+        Draw { min_p: 0.05, ..neutral },
+        Draw { top_p: 0.9, min_p: 0.01, ..neutral },
+        Draw { typical_p: 0.2, ..neutral },
+        Draw { typical_p: 0.95, ..neutral },
+        Draw { top_k: 3000, top_p: 0.97, min_p: 1e-4, typical_p: 0.8, ..neutral },
+    ];
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        let backend = CpuBackend::with_isa(1, isa).expect("a backend");
+        // The largest sizes for one of them only, as they take long without optimisation.
+        let is_whole = isa == Isa::detect();
+        for vocab_size in
+            [1, 2, 7, 255, 256, 257, 3001, 151_936].into_iter().take(7 + usize::from(is_whole))
+        {
+            for (row, spread) in [0.0, 0.01, 0.6, 2.0, 9.0].into_iter().enumerate() {
+                let mut logits = noise((vocab_size + row) as u64, vocab_size);
+                // A zero below zero is equal to one above, which a sort does not see.
+                logits.iter_mut().for_each(|x| *x = *x * spread + 0.0);
+                if row == 2 {
+                    // Many equals.
+                    logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0 + 0.0);
+                }
+                if row == 3 {
+                    logits.iter_mut().step_by(3).for_each(|x| *x = f32::MIN);
+                }
+                for filter in filters {
+                    for temperature in [0.7, 30.0] {
+                        check_on_cpu(&backend, &logits, Draw { temperature, ..filter });
+                    }
+                }
+            }
+        }
+        // Differences that no probability shows, and such as leave one token alone.
+        for temperature in [1e-40, 1e30] {
+            let logits = noise(9, 257);
+            check_on_cpu(&backend, &logits, Draw { temperature, top_p: 0.5, ..neutral });
+        }
+        check_on_cpu(&backend, &[f32::MIN; 5], Draw { top_p: 0.5, ..neutral });
+    }
 }
 
 /// Rows of logits on the device, and memory for choosing from them.
@@ -103,13 +230,19 @@ fn chooser() -> Option<Chooser> {
     Some(Chooser { context: cuda_context()? })
 }
 
-/// Returns the probabilities of the tokens by the CPU's sampler.
-fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
+/// Returns the tokens that the CPU's sampler leaves, with their probabilities.
+fn candidates(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<(u32, f64)> {
     let params = SamplingParams::resolve(overrides, &SamplingOverrides::default()).expect("valid");
     let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
+    let backend = CpuBackend::new(1).expect("a backend");
+    sampler.probabilities(&backend, &mut logits.to_vec(), &[]).expect("candidates")
+}
+
+/// Returns the probabilities of all tokens by the CPU's sampler.
+fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
     let mut out = vec![0.0; logits.len()];
-    for candidate in sampler.candidates(&mut logits.to_vec()).expect("candidates") {
-        out[candidate.token_id as usize] = candidate.weight;
+    for (token, probability) in candidates(overrides, logits) {
+        out[token as usize] = probability;
     }
     out
 }
@@ -251,14 +384,9 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
             typical_p,
             ..SamplingOverrides::default()
         };
-        let params =
-            SamplingParams::resolve(&caller, &SamplingOverrides::default()).expect("valid");
-        let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
-        let mut kept: Vec<(f64, u32)> = sampler
-            .candidates(&mut logits.clone())
-            .expect("candidates")
-            .iter()
-            .map(|candidate| (candidate.weight, candidate.token_id))
+        let mut kept: Vec<(f64, u32)> = candidates(&caller, &logits)
+            .into_iter()
+            .map(|(token, probability)| (probability, token))
             .collect();
         kept.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
         let rows: Vec<SampleRow> = (0..DRAWS)

@@ -20,7 +20,6 @@ from ctypes import (
     c_uint64,
     memmove,
     sizeof,
-    string_at,
 )
 from typing import Any, Dict, Iterable, Mapping, Optional, Tuple, Type, Union
 
@@ -136,11 +135,13 @@ class GuardedProcessor:
         try:
             event = pointer.contents
             # A copy: the function may keep it for longer than the library keeps its logits.
-            logits = bytearray(string_at(event.logits, event.vocab_size * sizeof(c_float)))
+            logits = bytearray(event.vocab_size * sizeof(c_float))
+            place = (c_char * len(logits)).from_buffer(logits)
+            memmove(place, event.logits, len(logits))
             prompt = event.prompt_tokens[: event.num_prompt_tokens]
             generated = event.token_ids[: event.num_tokens] if event.num_tokens else []
             goes_on = self._function(prompt, generated, memoryview(logits).cast("f"))
-            memmove(event.logits, (c_char * len(logits)).from_buffer(logits), len(logits))
+            memmove(event.logits, place, len(logits))
             return goes_on is None or bool(goes_on)
         except BaseException as error:
             self.error = error

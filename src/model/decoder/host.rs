@@ -24,23 +24,25 @@ use crate::ops::top_k::cpu::top_k;
 /// The logits that are computed at a time where tokens are scored: 16 MB.
 const SCORED_LOGITS: usize = 4 << 20;
 
-/// Returns the score of a token in a row of logits.
-fn score_of(logits: &[f32], token: u32) -> TokenScore {
+/// Returns the score of a token in a row of logits with this sum.
+fn score_of(logits: &[f32], sum: &LogSum, token: u32) -> TokenScore {
     let Some((before, [logit, after @ ..])) = logits.split_at_checked(token as usize) else {
         return TokenScore::default();
     };
     // In this way NaN is never the likeliest.
     let is_below = |other: &f32| other < logit;
     TokenScore {
-        log_prob: LogSum::of(logits, 1.0).log_prob(*logit),
+        log_prob: sum.log_prob(*logit),
         is_likeliest: before.iter().all(is_below) && after.iter().all(|other| other <= logit),
     }
 }
 
-/// Writes the `num_top` likeliest tokens of each row of logits to `top` `[num_rows, num_top]`.
+/// Writes the `num_top` likeliest tokens of each row of logits, which have these sums, to `top`
+/// `[num_rows, num_top]`.
 fn likeliest(
     backend: &CpuBackend,
     logits: &[f32],
+    sums: &[LogSum],
     vocab_size: usize,
     num_top: usize,
     top: &mut [TokenLogProb],
@@ -51,16 +53,13 @@ fn likeliest(
     let mut values = try_filled(top.len(), 0.0f32, "log-probabilities")?;
     let mut ids = try_filled(top.len(), 0i32, "log-probabilities")?;
     top_k(backend, logits, vocab_size, num_top, &mut values, &mut ids)?;
-    backend.parallel_rows(top, num_top, |first, rows| {
-        let found = values.chunks_exact(num_top).zip(ids.chunks_exact(num_top));
-        let found = found.zip(logits.chunks_exact(vocab_size)).skip(first);
-        for (row, ((values, ids), logits)) in rows.chunks_exact_mut(num_top).zip(found) {
-            let sum = LogSum::of(logits, 1.0);
-            for (to, (&value, &id)) in row.iter_mut().zip(values.iter().zip(ids)) {
-                *to = TokenLogProb { token_id: id as u32, log_prob: sum.log_prob(value) };
-            }
+    let found = values.chunks_exact(num_top).zip(ids.chunks_exact(num_top)).zip(sums);
+    for (row, ((values, ids), sum)) in top.chunks_exact_mut(num_top).zip(found) {
+        for (to, (&value, &id)) in row.iter_mut().zip(values.iter().zip(ids)) {
+            *to = TokenLogProb { token_id: id as u32, log_prob: sum.log_prob(value) };
         }
-    })
+    }
+    Ok(())
 }
 
 fn cancelled() -> Error {
@@ -424,6 +423,7 @@ impl Pass<'_> {
         let at_a_time = (SCORED_LOGITS / config.vocab_size.max(1)).clamp(1, rows.len().max(1));
         let len = at_a_time.saturating_mul(config.vocab_size);
         let mut logits = try_filled(len, 0.0f32, "the logits of scored tokens")?;
+        let mut sums = try_filled(at_a_time, LogSum::default(), "the sums of scored tokens")?;
         let pieces = normed.chunks(at_a_time * hidden_size).zip(tokens.chunks(at_a_time));
         for ((x, tokens), scores) in pieces.zip(scores.chunks_mut(at_a_time)) {
             if should_stop() {
@@ -431,15 +431,22 @@ impl Pass<'_> {
             }
             let logits = logits.get_mut(..tokens.len() * config.vocab_size).unwrap_or_default();
             linear(x, tokens.len(), logits)?;
-            backend.parallel_rows(scores, 1, |first, scores| {
-                let rows = logits.chunks_exact(config.vocab_size).zip(tokens).skip(first);
-                for (score, (logits, &token)) in scores.iter_mut().zip(rows) {
-                    *score = score_of(logits, token);
+            let rows = logits.chunks_exact(config.vocab_size).zip(tokens);
+            let sums = sums.get_mut(..tokens.len()).unwrap_or_default();
+            backend.parallel_each_row(sums, 1, |first, sums| {
+                for (sum, (logits, _)) in sums.iter_mut().zip(rows.clone().skip(first)) {
+                    *sum = LogSum::of(backend, logits, 1.0);
+                }
+            })?;
+            backend.parallel_each_row(scores, 1, |first, scores| {
+                let rows = rows.clone().zip(&*sums).skip(first);
+                for (score, ((logits, &token), sum)) in scores.iter_mut().zip(rows) {
+                    *score = score_of(logits, sum, token);
                 }
             })?;
             let (piece, rest) = top.split_at_mut(tokens.len() * num_top);
             top = rest;
-            likeliest(backend, logits, config.vocab_size, num_top, piece)?;
+            likeliest(backend, logits, sums, config.vocab_size, num_top, piece)?;
         }
         Ok(())
     }

@@ -1,10 +1,12 @@
-//! Sampling of a token from each row of logits, on the device.
+//! Sampling of a token from each row of logits.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+
+pub mod cpu;
 
 /// The parameters of a random draw from the logits divided by the temperature, after the filters
 /// top-k, top-p, min-p and typical-p in this order.
