@@ -1,20 +1,26 @@
 //! Sequences that are computed alone in their steps: logits, which the thread that wants them computes
-//! ([`lease`](super::lease)), and prompts whose tokens get log-probabilities.
+//! ([`lease`](super::lease)).
 
 use std::time::{Duration, Instant};
 
+use super::active::Active;
 use super::lease::Lease;
 use super::request::FinishReason;
 use super::sequence::Entry;
 use super::step_resources::StepResources;
 use super::submission::Work;
 use super::worker::{no_resources, Worker};
-use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::error::{try_with_capacity, Error, Result};
 use crate::model::StepTime;
 
 impl Worker {
-    /// Computes the next piece of such a sequence. Every error is a fault of the library.
+    /// Computes the next piece of such a sequence, or of those that are scored. Every error is a fault
+    /// of the library.
     pub(super) fn compute_alone(&mut self, entry: Entry) -> Result<()> {
+        let is_scored = |active: &mut Active| matches!(active.work, Work::Score(_));
+        if self.works.with(entry.key, is_scored) == Some(true) {
+            return self.score();
+        }
         let gone = || Error::internal("a planned sequence is gone");
         let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone)?;
         let (start, num_new) = (entry.start, entry.num_new);
@@ -43,44 +49,24 @@ impl Worker {
                     self.end_alone(&entry);
                 }
             }
-            // The next turn sees why, and ends it.
-            Err(error) if error.kind() == ErrorKind::Cancelled && self.is_stopped(&entry) => {}
             Err(error) => self.end(entry.key, Err(error)),
         }
         Ok(())
     }
 
-    /// Computes a piece, here or on the thread that wants it.
-    fn run_lease(&mut self, entry: &Entry, mut lease: Lease) -> (Box<StepResources>, Result<()>) {
+    /// Has the thread that wants a piece compute it.
+    fn run_lease(&mut self, entry: &Entry, lease: Lease) -> (Box<StepResources>, Result<()>) {
         match self.works.get_mut(entry.key).map(|active| &active.work) {
             Some(Work::Logits(handoff)) => handoff.lend(lease),
-            Some(Work::Prompt(work)) => {
-                let outcome = work.compute(&*self.model, &mut lease);
-                (lease.resources, outcome)
-            }
-            Some(Work::Sample(_)) | None => {
+            Some(Work::Sample(_) | Work::Score(_)) | None => {
                 (lease.resources, Err(Error::internal("a planned sequence is gone")))
             }
         }
     }
 
-    fn is_stopped(&mut self, entry: &Entry) -> bool {
-        match self.works.get_mut(entry.key).map(|active| &active.work) {
-            Some(Work::Prompt(work)) => work.inbox.stop_reason(0).is_some(),
-            _ => false,
-        }
-    }
-
-    /// Ends a sequence that has been computed completely.
+    /// Ends a sequence that has been computed completely. Its caller knows that this was the last
+    /// piece.
     fn end_alone(&mut self, entry: &Entry) {
-        self.scheduler.remove(entry.key);
-        let Some(active) = self.works.remove(entry.key) else { return };
-        match active.work {
-            Work::Prompt(work) => {
-                work.then.into_iter().for_each(|submission| self.start(submission));
-            }
-            // The caller knows that this was the last piece.
-            work => self.tell_end(&work, Ok(FinishReason::MaxTokens)),
-        }
+        self.end(entry.key, Ok(FinishReason::MaxTokens));
     }
 }

@@ -166,9 +166,9 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Asks for the logits of these tokens alone, which are numbered from the first one added.
+    /// Asks for the logits of these tokens, which are numbered from the first one added; after those
+    /// that were asked for before.
     pub fn want_rows(&mut self, rows: Range<usize>) -> Result<()> {
-        self.logits_rows.clear();
         room(&mut self.logits_rows, rows.len())?;
         self.logits_rows.extend(rows.start as u32..rows.end as u32);
         Ok(())

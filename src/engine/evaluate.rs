@@ -1,5 +1,5 @@
-//! Logits and scores of given tokens, computed by the thread that wants them, a piece at a time
-//! ([`lease`](super::lease)).
+//! Logits of given tokens, computed by the thread that wants them, a piece at a time
+//! ([`lease`](super::lease)), and scores ([`scored`](super::scored)).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,10 +9,12 @@ use super::engine::Engine;
 use super::inbox::check_may_wait;
 use super::lease::{Handoff, Lease};
 use super::request::CancelToken;
+use super::score_call::ScoreCall;
+use super::scored::ScoreRules;
 use super::sequence::NewSequence;
-use super::submission::{Submission, Work};
+use super::submission::{ScoreWork, Submission, Work};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::{Model, ScoresOut, TokenScore};
+use crate::model::{Model, TokenScore};
 
 impl Engine {
     /// Computes the logits after the last token, or after every token, of `ids`.
@@ -27,8 +29,7 @@ impl Engine {
     ) -> Result<()> {
         // Tokens that are not computed have no logits.
         let first_row = if all { 0 } else { ids.len().saturating_sub(1) };
-        let vocab_size = self.shape().vocab_size;
-        self.evaluate(ids, first_row, 0, cancel, RowsOut::Logits(out, vocab_size))
+        self.evaluate(ids, first_row, cancel, out)
     }
 
     /// Computes the log-probabilities of the tokens of `ids` from number `num_given` on, each after
@@ -49,28 +50,27 @@ impl Engine {
                 ids.len()
             )));
         }
-        // The last token is scored, but nothing comes after it.
+        check_may_wait()?;
         self.check_tokens(ids)?;
-        let (Some(computed), Some(scored)) = (ids.get(..ids.len() - 1), ids.get(num_given..))
-        else {
-            return Err(Error::internal("scores of no tokens"));
-        };
-        if scored.is_empty() {
-            return check_may_wait();
+        if scores.is_empty() {
+            return Ok(());
         }
-        let out = RowsOut::Scores(scored, scores);
-        self.evaluate(computed, num_given - 1, cache_key, cancel, out)
+        let call = Arc::new(ScoreCall::new(scores.len())?);
+        let rules = ScoreRules { first_row: num_given - 1, cache_key, ..ScoreRules::default() };
+        let mut submissions = try_with_capacity(1, "a request")?;
+        submissions.push(ScoreWork::of_call(call.clone(), ids, &rules)?);
+        self.service().submit(submissions)?;
+        call.wait(cancel, scores)
     }
 
     /// Computes the rows of logits from number `first_row` on of `ids`, a piece at a time, alone in
-    /// the step, and writes the results to `out`, whose rows count from `first_row`.
+    /// the step, and writes them to `out`, whose rows count from `first_row`.
     fn evaluate(
         &self,
         ids: &[u32],
         first_row: usize,
-        cache_key: u64,
         cancel: Option<&CancelToken>,
-        mut out: RowsOut<'_>,
+        out: &mut [f32],
     ) -> Result<()> {
         check_may_wait()?;
         self.check_tokens(ids)?;
@@ -80,55 +80,29 @@ impl Engine {
         let sequence = NewSequence {
             token_ids,
             max_tokens: ids.len().saturating_add(1),
-            priority: 0,
-            isolation: cache_key,
             max_cached_tokens: first_row,
-            runs_ahead: false,
-            by_model: false,
             alone: true,
+            ..NewSequence::default()
         };
         let mut submissions = try_with_capacity(1, "a request")?;
         submissions.push(Submission::Run { sequence, work: Work::Logits(handoff.clone()) });
         self.service().submit(submissions)?;
+        let vocab_size = self.shape().vocab_size;
         loop {
             let mut borrowed = handoff.borrow(cancel)?;
             let lease = borrowed.lease()?;
             let (start, end) = (lease.start, lease.start + lease.num_new);
             let should_stop = || self.is_closed() || cancel.is_some_and(CancelToken::is_cancelled);
             let rows = start.max(first_row)..end.max(first_row);
+            let places = (rows.start - first_row) * vocab_size..(rows.end - first_row) * vocab_size;
             let outcome = out
-                .piece(rows.start - first_row..rows.end - first_row)
+                .get_mut(places)
+                .ok_or_else(|| Error::internal("the room for logits is too small"))
                 .and_then(|out| compute_piece(self.model(), lease, ids, rows, out, &should_stop));
             borrowed.give_back(&outcome);
             outcome?;
             if end >= ids.len() {
                 return Ok(());
-            }
-        }
-    }
-}
-
-/// The destination of the wanted rows.
-enum RowsOut<'a> {
-    /// Logits `[rows, vocab_size]`, and the size of the vocabulary.
-    Logits(&'a mut [f32], usize),
-    /// The tokens to score, and their scores.
-    Scores(&'a [u32], &'a mut [TokenScore]),
-}
-
-impl RowsOut<'_> {
-    /// Returns the destination of some of the rows.
-    fn piece(&mut self, rows: Range<usize>) -> Result<RowsOut<'_>> {
-        let too_small = || Error::internal("the room for logits or scores is too small");
-        match self {
-            RowsOut::Logits(logits, vocab_size) => {
-                let range = rows.start * *vocab_size..rows.end * *vocab_size;
-                let logits = logits.get_mut(range).ok_or_else(too_small)?;
-                Ok(RowsOut::Logits(logits, *vocab_size))
-            }
-            RowsOut::Scores(tokens, scores) => {
-                let tokens = tokens.get(rows.clone()).ok_or_else(too_small)?;
-                Ok(RowsOut::Scores(tokens, scores.get_mut(rows).ok_or_else(too_small)?))
             }
         }
     }
@@ -140,7 +114,7 @@ fn compute_piece(
     lease: &mut Lease,
     ids: &[u32],
     rows: Range<usize>,
-    out: RowsOut<'_>,
+    out: &mut [f32],
     should_stop: &dyn Fn() -> bool,
 ) -> Result<()> {
     let (start, end) = (lease.start, lease.start + lease.num_new);
@@ -155,12 +129,5 @@ fn compute_piece(
     resources.builder.push(&part, None)?;
     resources.builder.want_rows(rows.start - start..rows.end - start)?;
     let batch = resources.builder.step().batch;
-    let (kv, workspace) = (&mut resources.kv, &mut resources.workspace);
-    match out {
-        RowsOut::Logits(logits, _) => model.forward(&batch, kv, workspace, logits, should_stop),
-        RowsOut::Scores(tokens, scores) => {
-            let out = ScoresOut { tokens, scores, top: &mut [] };
-            model.score(&batch, kv, workspace, out, should_stop)
-        }
-    }
+    model.forward(&batch, &mut resources.kv, &mut resources.workspace, out, should_stop)
 }

@@ -9,8 +9,9 @@ use super::inbox::{check_may_wait, Inbox, Waker};
 use super::logit_changes::check_biases;
 use super::request::{FinishReason, Prompt, Request};
 use super::sampler::{Sampler, SamplingParams};
+use super::scored::ScoreRules;
 use super::sequence::NewSequence;
-use super::submission::{PromptWork, SampleWork, Submission, Work};
+use super::submission::{SampleWork, ScoreWork, Submission, Work};
 use super::ticket::{Event, Generation, LogitsTurn, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{TokenChoice, MAX_TOP_LOG_PROBS};
@@ -248,10 +249,10 @@ impl Engine {
         let begins_with_prompt = num_top.filter(|_| stopped.is_none() && ids.len() > 1);
         let after_prompt = |then: Vec<Submission>| {
             let Some(num_top) = begins_with_prompt else { return Ok(then) };
-            let (inbox, priority) = (inbox.clone(), request.priority);
+            let (priority, cache_key) = (request.priority, request.cache_key);
+            let rules = ScoreRules { first_row: 0, num_top, priority, cache_key };
             let mut first = try_with_capacity(1, "a request")?;
-            let cache_key = request.cache_key;
-            first.push(PromptWork::submission(inbox, &ids, num_top, priority, cache_key, then)?);
+            first.push(ScoreWork::of_request(inbox.clone(), &ids, &rules, then)?);
             Ok::<_, Error>(first)
         };
         let over = stopped.or((max_new == 0).then_some(FinishReason::MaxTokens));
@@ -305,6 +306,7 @@ impl Engine {
                 runs_ahead: choice.is_some() && !params.looks_back(),
                 by_model: choice.is_some(),
                 alone: false,
+                scored: false,
             };
             submissions.push(Submission::Run { sequence, work: Work::Sample(Box::new(work)) });
         }

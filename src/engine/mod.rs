@@ -12,7 +12,8 @@
 //! options     the options of a load
 //! load        the act of loading; placement, memory_plan, step_limits: what it decides first
 //! engine      the handle of a loaded model; prompt and generate: requests on their way in
-//! evaluate    logits and scores of given tokens; prompt_work: those of a request's prompt
+//! evaluate    logits and scores of given tokens; scored: sequences that are scored,
+//!             some of them for a thread that waits in a score_call
 //! constraint  the constraint of a request on its way in; constrained: what keeps a sequence to it
 //! tool_choice which tools an answer may, must or must not call
 //! scheduler   who takes part in a step (policy, no model)
@@ -64,10 +65,11 @@ mod planned_copies;
 mod preemption;
 mod prompt;
 mod prompt_log_probs;
-mod prompt_work;
 mod request;
 mod sampler;
 pub mod scheduler;
+mod score_call;
+mod scored;
 mod sequence;
 mod service;
 mod stats;

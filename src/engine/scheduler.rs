@@ -476,18 +476,47 @@ impl Scheduler {
             self.at(**slot).is_some_and(|sequence| sequence.spec.alone && sequence.num_ready() > 0)
         })?;
         let sequence = self.at(*slot)?;
-        Some(Entry {
-            key: SequenceKey { slot: *slot, serial: sequence.serial },
+        let num_new = sequence.num_ready().min(self.most_alone());
+        Some(self.entry_alone(*slot, sequence, num_new))
+    }
+
+    /// Plans the next pieces of the running sequences that are scored, in their order, with up to as
+    /// many tokens together as a step may have. Those with one token come first.
+    pub fn plan_scored(&self, entries: &mut Vec<Entry>) {
+        entries.clear();
+        let most = self.most_alone();
+        let mut left = most;
+        for &slot in &self.running {
+            let Some(sequence) = self.at(slot).filter(|it| it.spec.scored) else { continue };
+            let ready = sequence.num_ready();
+            // As elsewhere, an input that fits into a step whole is not cut.
+            let num_new = if ready > left && ready <= most { 0 } else { ready.min(left) };
+            if num_new > 0 {
+                left -= num_new;
+                entries.push(self.entry_alone(slot, sequence, num_new));
+            }
+        }
+        entries.sort_unstable_by_key(|entry| {
+            (entry.num_new > 1, self.at(entry.key.slot).map(Sequence::rank))
+        });
+    }
+
+    /// Returns the most tokens of a step of sequences that are computed by themselves.
+    fn most_alone(&self) -> usize {
+        self.limits.max_prefill_tokens.min(self.size.max_tokens())
+    }
+
+    /// Returns the entry of a sequence that has no row: its caller knows which logits it wants.
+    fn entry_alone(&self, slot: u32, sequence: &Sequence, num_new: usize) -> Entry {
+        Entry {
+            key: SequenceKey { slot, serial: sequence.serial },
             start: sequence.num_begun,
-            num_new: sequence
-                .num_ready()
-                .min(self.limits.max_prefill_tokens)
-                .min(self.size.max_tokens()),
+            num_new,
             source: None,
             row: None,
             by_model: false,
             epoch: sequence.epoch,
-        })
+        }
     }
 
     /// Records that the step of a plan has begun. (A step that could not begin is not told: the next

@@ -45,6 +45,8 @@ pub struct NewSequence {
     pub by_model: bool,
     /// Whether it takes part in no step with others: the scheduler's `plan_alone` plans it.
     pub alone: bool,
+    /// Whether it takes part in steps with others of its kind all the same, which `plan_scored` plans.
+    pub scored: bool,
 }
 
 /// The state of a sequence.

@@ -7,6 +7,7 @@ use super::inbox::Inbox;
 use super::lease::Handoff;
 use super::request::FinishReason;
 use super::sampler::{Chosen, Sampler};
+use super::score_call::ScoreCall;
 use super::sequence::{NewSequence, SequenceKey};
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
@@ -35,15 +36,23 @@ pub(super) struct SampleWork {
     pub asks_host: bool,
 }
 
-/// The computation of a prompt whose tokens get log-probabilities.
-pub(super) struct PromptWork {
-    pub inbox: Arc<Inbox>,
-    /// All its tokens.
+/// The scoring of given tokens.
+pub(super) struct ScoreWork {
+    /// All its tokens, of which the last is scored and not computed.
     pub token_ids: Vec<u32>,
+    /// The first token whose next one is scored.
+    pub first_row: usize,
     /// The number of likeliest tokens that are told in the place of each.
     pub num_top: usize,
-    /// The submissions begun when it is done.
-    pub then: Vec<Submission>,
+    pub to: ScoreReceiver,
+}
+
+/// Where scores go.
+pub(super) enum ScoreReceiver {
+    /// To a request, whose samples begin when all are there.
+    Request { inbox: Arc<Inbox>, then: Vec<Submission> },
+    /// To a thread that waits for them.
+    Call(Arc<ScoreCall>),
 }
 
 impl SampleWork {
@@ -68,14 +77,24 @@ impl SampleWork {
     }
 }
 
+impl ScoreWork {
+    /// Returns the number of samples that its end ends, for statistics.
+    pub fn num_samples(&self) -> u64 {
+        match &self.to {
+            ScoreReceiver::Request { then, .. } => then.iter().map(Submission::num_samples).sum(),
+            ScoreReceiver::Call(_) => 1,
+        }
+    }
+}
+
 /// The work that is done with a sequence.
 pub(super) enum Work {
     /// Tokens are chosen.
     Sample(Box<SampleWork>),
     /// Its logits are computed by the thread that wants them.
     Logits(Arc<Handoff>),
-    /// A prompt gets log-probabilities, before its samples begin.
-    Prompt(Box<PromptWork>),
+    /// Its tokens get log-probabilities.
+    Score(Box<ScoreWork>),
 }
 
 /// A request for the scheduler.
@@ -93,9 +112,7 @@ impl Submission {
     /// Returns the number of samples that it ends, for statistics.
     pub fn num_samples(&self) -> u64 {
         match self {
-            Submission::Run { work: Work::Prompt(work), .. } => {
-                work.then.iter().map(Submission::num_samples).sum()
-            }
+            Submission::Run { work: Work::Score(work), .. } => work.num_samples(),
             Submission::Run { .. } => 1,
             Submission::End { num_samples, .. } => (*num_samples).into(),
             Submission::Answer { .. } => 0,

@@ -208,7 +208,7 @@ impl Worker {
     }
 
     /// Ends what was submitted, counted and not begun.
-    fn refuse(&mut self, submission: &Submission, outcome: Result<FinishReason>) {
+    pub(super) fn refuse(&mut self, submission: &Submission, outcome: Result<FinishReason>) {
         match submission {
             Submission::Run { work, .. } => self.tell_end(work, outcome),
             Submission::End { inbox, num_samples, .. } => {
@@ -241,9 +241,7 @@ impl Worker {
                 handoff.end(outcome.and(Err(cancelled())));
             }
             Work::Sample(work) => self.tell_end_of_sample(&work.inbox, work.sample, outcome),
-            Work::Prompt(work) => {
-                work.then.iter().for_each(|submission| self.refuse(submission, outcome.clone()));
-            }
+            Work::Score(work) => self.tell_end_of_score(work, outcome),
         }
     }
 
@@ -259,7 +257,7 @@ impl Worker {
 
     /// Counts the end of a sample. A caller that hears of the end and asks for statistics finds it
     /// in them.
-    fn count_end(&mut self) {
+    pub(super) fn count_end(&mut self) {
         self.recorder.stats.ended += 1;
         self.recorder.counts(self.scheduler.counts());
         *lock(&self.shared.stats) = self.recorder.stats;
@@ -350,17 +348,21 @@ impl Worker {
         }
     }
 
+    /// Whether the engine takes no more requests and ends those that it has.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     /// Ends sequences that were cancelled or stopped by their caller, or whose time limit has
     /// passed.
     pub(super) fn end_stopped(&mut self) {
+        let is_closed = self.is_closed();
         for slot in 0..self.works.num_slots() {
             let Some(active) = self.works.at_mut(slot) else { continue };
             let reason = match &active.work {
                 Work::Sample(work) => work.inbox.stop_reason(work.sample as usize),
-                Work::Prompt(work) => work.inbox.stop_reason(0),
-                Work::Logits(_) => {
-                    self.closed.load(Ordering::Acquire).then_some(FinishReason::Cancelled)
-                }
+                Work::Score(work) => work.stop_reason(is_closed),
+                Work::Logits(_) => is_closed.then_some(FinishReason::Cancelled),
             };
             if let Some(reason) = reason {
                 let key = active.key;
@@ -519,7 +521,7 @@ impl Worker {
             entries.iter().all(|entry| {
                 let stopped = works.with(entry.key, |active| match &active.work {
                     Work::Sample(work) => work.inbox.stop_reason(work.sample as usize).is_some(),
-                    Work::Logits(_) | Work::Prompt(_) => true,
+                    Work::Logits(_) | Work::Score(_) => true,
                 });
                 stopped.unwrap_or(true)
             })
@@ -745,6 +747,6 @@ fn no_row(len: usize) -> Error {
     Error::out_of_memory("logits for a callback", len * size_of::<f32>())
 }
 
-fn cancelled() -> Error {
+pub(super) fn cancelled() -> Error {
     Error::new(ErrorKind::Cancelled, "the request was cancelled")
 }

@@ -181,6 +181,42 @@ fn calls_and_requests_run_at_the_same_time() {
     idle(&model);
 }
 
+/// Texts of many lengths, with some of their tokens given.
+#[test]
+fn calls_at_the_same_time_share_steps() {
+    const THREADS: usize = 24;
+    const ROUNDS: usize = 6;
+    let model = Model::open(&tiny());
+    let text = |i: usize| {
+        let ids = tokens(3 + 37 * i % (CONTEXT - 3), i as u32);
+        let num_given = 1 + 11 * i % (ids.len() - 1);
+        (ids, num_given)
+    };
+    let texts: Vec<(Vec<u32>, usize)> = (0..THREADS).map(text).collect();
+    let expected: Vec<_> = texts.iter().map(|(ids, given)| score(&model, ids, *given)).collect();
+    let before = idle(&model).total_steps;
+    let begin = std::sync::Barrier::new(THREADS);
+    std::thread::scope(|scope| {
+        for first in 0..THREADS {
+            let (model, texts, expected, begin) = (&model, &texts, &expected, &begin);
+            scope.spawn(move || {
+                begin.wait();
+                for round in 0..ROUNDS {
+                    let index = (first + round) % THREADS;
+                    let (ids, num_given) = &texts[index];
+                    let found = score(model, ids, *num_given);
+                    assert_eq!(found.len(), expected[index].len());
+                    for (one, expected) in found.iter().zip(&expected[index]) {
+                        assert!((one.0 - expected.0).abs() < 1e-4, "{one:?}, {expected:?}");
+                    }
+                }
+            });
+        }
+    });
+    let steps = idle(&model).total_steps - before;
+    assert!(steps < (THREADS * ROUNDS) as u64 / 2, "{steps} steps");
+}
+
 #[test]
 fn scores_are_cancelled_before_and_while_they_are_computed() {
     let mut token = ptr::null_mut();
@@ -300,5 +336,5 @@ fn all_of_it_holds_on_cuda() {
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("test result: ok. 5"), "{text}{errors}");
+    assert!(output.status.success() && text.contains("test result: ok. 6"), "{text}{errors}");
 }

@@ -229,6 +229,8 @@ fn run(setting: Setting, requests: &[Request]) {
         arrivals.push_back((at, index));
     }
     let mut finished = vec![false; requests.len()];
+    // Of those that are computed alone.
+    let is_scored = |index: usize| index % 3 > 0;
     let mut entries = Vec::new();
     let mut turn = 0;
     while !arrivals.is_empty() || !toy.scheduler.is_empty() || !toy.flights.is_empty() {
@@ -249,6 +251,7 @@ fn run(setting: Setting, requests: &[Request]) {
                     runs_ahead: setting.runs_ahead && !request.alone,
                     by_model: setting.runs_ahead && !request.alone,
                     alone: request.alone,
+                    scored: request.alone && is_scored(index),
                 })
                 .unwrap();
             toy.tokens.insert(key, token_ids);
@@ -292,14 +295,26 @@ fn run(setting: Setting, requests: &[Request]) {
                     }
                 }
             } else if let Some(entry) = toy.scheduler.plan_alone() {
-                let mut entry = entry;
-                entry.row = None;
-                toy.compute(&entry);
-                toy.scheduler.begun(&[entry]);
-                toy.scheduler.finished(&entry);
-                if entry.start + entry.num_new == toy.tokens[&entry.key].len() {
-                    finished[toy.live.remove(&entry.key).unwrap().index] = true;
-                    toy.scheduler.remove(entry.key);
+                assert_eq!(entry.row, None);
+                let mut planned = vec![entry];
+                if is_scored(toy.live[&entry.key].index) {
+                    toy.scheduler.plan_scored(&mut planned);
+                    assert!(planned.contains(&entry), "{entry:?} is not in {planned:?}");
+                    let num_tokens: usize = planned.iter().map(|entry| entry.num_new).sum();
+                    assert!(num_tokens <= setting.limits.max_prefill_tokens, "{planned:?}");
+                    let is_long: Vec<bool> = planned.iter().map(|it| it.num_new > 1).collect();
+                    assert!(is_long.is_sorted(), "{planned:?}");
+                }
+                for entry in &planned {
+                    toy.compute(entry);
+                }
+                toy.scheduler.begun(&planned);
+                for entry in &planned {
+                    toy.scheduler.finished(entry);
+                    if entry.start + entry.num_new == toy.tokens[&entry.key].len() {
+                        finished[toy.live.remove(&entry.key).unwrap().index] = true;
+                        toy.scheduler.remove(entry.key);
+                    }
                 }
             } else {
                 assert!(toy.scheduler.is_empty(), "nobody gets on");

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
 from dataclasses import dataclass
 from typing import (
@@ -442,6 +443,10 @@ def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[
         raise
     if raised:
         raise raised[0]
+
+
+#: The most texts that one call of score() or perplexity() has scored at the same time.
+_SCORED_AT_ONCE = 64
 
 
 class Logits:
@@ -916,8 +921,8 @@ class Model(NotCopyable):
             token ids are taken as they are.
         cache_key: keys and values of common prefixes are shared only with calls and requests of the same number.
 
-        The prompt's keys and values may come from the prefix cache: with many continuations most of it is computed
-        once. With the prompt, a continuation may be as long as the context (ModelInfo.max_context_tokens).
+        The continuations are computed together, in steps that they share with the texts of other threads. The prompt's
+        keys and values may come from the prefix cache: with many continuations most of it is computed once. With the prompt, a continuation may be as long as the context (ModelInfo.max_context_tokens).
 
         Ctrl-C ends the call. Raises InvalidArgumentError (no token before the continuation, or an id outside the
         vocabulary), ContextFullError, OutOfMemoryError, UnsupportedError (a text, and the model has no usable
@@ -989,9 +994,30 @@ class Model(NotCopyable):
         check(library.xserv_cancel_token_new(byref(cancel)))
         options.cancel = cancel
 
+        waiting = deque(zip(texts, all_scores))
+        errors: List[BaseException] = []
+
+        def score_some() -> None:
+            try:
+                while waiting and not errors:
+                    (ids, num_given), scores = waiting.popleft()
+                    check(library.xserv_score(handle, ids, len(ids), num_given, byref(options), scores, len(scores)))
+            except IndexError:
+                pass  # another thread took the last one
+            except BaseException as error:
+                errors.append(error)
+                library.xserv_cancel_token_cancel(cancel)
+
         def compute() -> None:
-            for (ids, num_given), scores in zip(texts, all_scores):
-                check(library.xserv_score(handle, ids, len(ids), num_given, byref(options), scores, len(scores)))
+            # Calls at the same time share steps.
+            threads = [threading.Thread(target=score_some) for _ in texts[1:_SCORED_AT_ONCE]]
+            for thread in threads:
+                thread.start()
+            score_some()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
 
         try:
             # So that Ctrl-C ends it.

@@ -2769,8 +2769,7 @@ typedef struct xserv_score_options {
    */
   size_t struct_size;
   /**
-   * Stops the call from another thread, at the next layer of the forward pass or while it waits
-   * for its turn; NULL (default): nothing does.
+   * Stops the call from another thread, whatever it waits for; NULL (default): nothing does.
    */
   const struct xserv_cancel_token *cancel;
   /**
@@ -2867,6 +2866,9 @@ static inline void xserv_score_options_default(xserv_score_options *options) {
  * perplexity. If every is_likeliest is 1, they are what the model generates with temperature 0 and
  * no penalties. The keys and values of tokens before num_given may come from the prefix cache, so
  * that many continuations of one prompt compute most of the prompt once.
+ *
+ * Calls at the same time share steps, so that many short texts take much less time from several
+ * threads than one after another.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
  * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
