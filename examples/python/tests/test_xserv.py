@@ -271,6 +271,17 @@ class Choosing(ModelTest):
         result = self.model.generate(tokens=prompt, logits_processor=prefer_nine, **self.GREEDY)
         self.assertEqual(result.token_ids, [9] * 8)
         self.assertEqual(seen, [(prompt, [9] * i, self.model.info.vocab_size) for i in range(8)])
+        kept = []
+
+        def keep_all(prompt, generated, logits):
+            logits[5 + len(generated)] = 1e6
+            kept.append(logits if len(generated) % 2 else logits[4:9])  # a part is enough to keep it
+
+        self.model.generate(tokens=prompt, logits_processor=keep_all, **self.GREEDY)
+        for number, logits in enumerate(kept[:4]):
+            place = 5 + number
+            self.assertEqual(logits[place if number % 2 else place - 4], 1e6)
+            self.assertLess(logits[place + 1 if number % 2 else place - 3], 1e6)
         stopped = self.model.generate(
             tokens=prompt, logits_processor=lambda prompt, generated, logits: len(generated) < 3, **self.GREEDY
         )

@@ -127,6 +127,7 @@ class GuardedProcessor:
 
     def __init__(self, function: LogitsProcessor) -> None:
         self._function = function
+        self._buffer = bytearray()
         self.error: Optional[BaseException] = None
 
     def __call__(self, pointer: Any, user_data: Optional[int]) -> bool:
@@ -134,14 +135,23 @@ class GuardedProcessor:
             return False
         try:
             event = pointer.contents
+            length = event.vocab_size * sizeof(c_float)
             # A copy: the function may keep it for longer than the library keeps its logits.
-            logits = bytearray(event.vocab_size * sizeof(c_float))
-            place = (c_char * len(logits)).from_buffer(logits)
-            memmove(place, event.logits, len(logits))
+            logits = self._buffer if len(self._buffer) == length else bytearray(length)
+            place = (c_char * length).from_buffer(logits)
+            memmove(place, event.logits, length)
             prompt = event.prompt_tokens[: event.num_prompt_tokens]
             generated = event.token_ids[: event.num_tokens] if event.num_tokens else []
             goes_on = self._function(prompt, generated, memoryview(logits).cast("f"))
-            memmove(event.logits, place, len(logits))
+            memmove(event.logits, place, length)
+            del place
+            try:
+                # Memory that is in use does not change its length.
+                logits.append(0)
+                logits.pop()
+                self._buffer = logits
+            except BufferError:
+                self._buffer = bytearray()  # the function has kept it
             return goes_on is None or bool(goes_on)
         except BaseException as error:
             self.error = error
