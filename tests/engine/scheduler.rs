@@ -230,7 +230,7 @@ fn run(setting: Setting, requests: &[Request]) {
     }
     let mut finished = vec![false; requests.len()];
     // Of those that are computed alone.
-    let is_scored = |index: usize| index % 3 > 0;
+    let is_scored = |index: usize| !index.is_multiple_of(3);
     let mut entries = Vec::new();
     let mut turn = 0;
     while !arrivals.is_empty() || !toy.scheduler.is_empty() || !toy.flights.is_empty() {
