@@ -16,7 +16,7 @@ pub(super) struct Active {
     pub key: SequenceKey,
     pub work: Work,
     pub progress: InboxProgress,
-    /// The token that was chosen on the host.
+    /// The token that was chosen on the host, or why its part of a step came to nothing.
     pub chosen: Option<Result<Chosen>>,
     /// The constraint's answer to the token that is handed out next, if it was asked already.
     pub followed: Option<Result<Progress>>,

@@ -141,8 +141,11 @@ impl Worker {
                         .sequence(entry.key)
                         .is_some_and(|it| entry.start + entry.num_new >= it.token_ids().len());
                     self.scheduler.finished(entry);
-                    if is_last {
-                        self.end_scored(entry);
+                    let told = self.works.get_mut(entry.key).and_then(|it| it.chosen.take());
+                    match told {
+                        Some(Err(error)) => self.end(entry.key, Err(error)),
+                        _ if is_last => self.end_scored(entry),
+                        _ => {}
                     }
                 }
             }
@@ -222,7 +225,11 @@ impl Worker {
                 let split_top =
                     top.split_at_checked(rows.len().saturating_mul(num_top)).ok_or_else(wrong)?;
                 (scores, top) = (split.1, split_top.1);
-                work.tell(rows.start, split.0, split_top.0, num_top)
+                if let Err(error) = work.tell(rows.start, split.0, split_top.0, num_top) {
+                    // The others have theirs.
+                    active.chosen = Some(Err(error));
+                }
+                Ok(())
             });
             told.ok_or_else(gone)??;
         }
