@@ -12,9 +12,10 @@ use super::request::CancelToken;
 use super::score_call::ScoreCall;
 use super::scored::ScoreRules;
 use super::sequence::NewSequence;
+use super::step_model::StepModel;
 use super::submission::{ScoreWork, Submission, Work};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::{Model, TokenScore};
+use crate::model::TokenScore;
 
 impl Engine {
     /// Computes the logits after the last token, or after every token, of `ids`.
@@ -110,7 +111,7 @@ impl Engine {
 
 /// Computes the leased piece of `ids`, and those rows of logits of it that are wanted.
 fn compute_piece(
-    model: &Model,
+    model: &dyn StepModel,
     lease: &mut Lease,
     ids: &[u32],
     rows: Range<usize>,
@@ -129,5 +130,5 @@ fn compute_piece(
     resources.builder.push(&part, None)?;
     resources.builder.want_rows(rows.start - start..rows.end - start)?;
     let batch = resources.builder.step().batch;
-    model.forward(&batch, &mut resources.kv, &mut resources.workspace, out, should_stop)
+    model.logits(&batch, &mut resources.kv, &mut resources.workspace, out, should_stop)
 }

@@ -1,5 +1,5 @@
-//! The interface through which the scheduler's thread uses a model. Tests can put a model of their
-//! own in its place.
+//! The interface through which the engine computes with a model. Tests can put a model of their own
+//! in its place.
 
 use crate::error::Result;
 use crate::model::{
@@ -42,6 +42,17 @@ pub trait StepModel: Send + Sync {
 
     /// Waits for the oldest step, which is over after this even if its result is an error.
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()>;
+
+    /// Runs tokens, and writes the logits after some of them: `[num_logits_rows, vocab_size]`. No step
+    /// may be under way.
+    fn logits(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        logits: &mut [f32],
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()>;
 
     /// Runs tokens, and says how likely given ones are after some of them. No step may be under way.
     fn score(
@@ -88,6 +99,17 @@ impl StepModel for Model {
 
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
         Model::finish_step(self, workspace, result)
+    }
+
+    fn logits(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        logits: &mut [f32],
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        Model::forward(self, batch, kv, workspace, logits, should_stop)
     }
 
     fn score(

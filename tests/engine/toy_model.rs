@@ -324,6 +324,17 @@ impl StepModel for Toy {
         Ok(())
     }
 
+    fn logits(
+        &self,
+        _: &ForwardBatch<'_>,
+        _: &mut KvCache,
+        _: &mut Workspace,
+        _: &mut [f32],
+        _: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        unreachable!("nobody asks for logits")
+    }
+
     fn score(
         &self,
         _: &ForwardBatch<'_>,
