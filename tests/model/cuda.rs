@@ -242,6 +242,9 @@ fn cuda_and_the_cpu_agree() {
         models.push((seed, TestModel::qwen3(seed).of(family)));
         models.push((seed, TestModel::wide_qwen3(seed).of(family)));
     }
+    for (seed, head_dim) in [(9, 80), (10, 96), (11, 100), (12, 256)] {
+        models.push((seed, TestModel::long_qwen3(seed, head_dim)));
+    }
     for (seed, model) in models {
         let mut random = Random(seed + 100);
         let ids: Vec<u32> = (0..100).map(|_| random.below(70) as u32).collect();

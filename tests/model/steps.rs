@@ -227,6 +227,26 @@ fn decoding_long_rows_in_chains_on_cuda_is_the_forward_pass() {
     }
 }
 
+/// The same with heads that the fused attention is not made for, some of which are padded.
+#[test]
+fn decoding_heads_of_any_length_in_chains_on_cuda_is_the_forward_pass() {
+    for (head_dim, family, dtype) in [
+        (48, Family::Qwen3, DType::BF16),
+        (80, Family::Llama, DType::F16),
+        (96, Family::Qwen3, DType::BF16),
+        (100, Family::Qwen2, DType::BF16),
+        (256, Family::Qwen3, DType::BF16),
+        (256, Family::Llama, DType::F16),
+    ] {
+        let Some(context) = cuda_context() else { return };
+        let dir = TestModel::long_qwen3(8, head_dim).of(family).write(Store::BF16);
+        let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
+        for batch in [1, 2, 3, 9, 33, 130] {
+            compare_chain(&model, batch, 1..151);
+        }
+    }
+}
+
 /// Graphs of operators, of an architecture without a chain.
 #[test]
 fn decoding_gpt2_by_steps_on_cuda_is_the_forward_pass() {

@@ -17,6 +17,7 @@ use super::{attention_scratch_bytes, AttentionOptions};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
+use crate::ops::common::launch::is_portable;
 use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
@@ -92,19 +93,12 @@ impl AttentionPlan {
         dtype: DType,
         is_deterministic: bool,
     ) -> Result<Self> {
-        let is_portable = std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1");
-        let has_fused = !is_portable
+        let has_fused = !is_portable()
             && sizes.has_rope
             && dtype != DType::F32
             && sizes.head_dim == sizes.head_stride
             && has_attention_fused(context, sizes.head_dim)?;
         Ok(AttentionPlan { sizes, has_fused, is_deterministic })
-    }
-
-    /// Whether the chip and the build have the kernels for one new token per sequence, whatever the
-    /// order of sums.
-    pub(in crate::ops) fn has_fused_kernels(&self) -> bool {
-        self.has_fused
     }
 
     /// Whether there is a kernel that projects to `hidden_size` too.

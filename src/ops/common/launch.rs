@@ -91,3 +91,9 @@ pub(in crate::ops) fn rows_are_aligned(x: &Tensor) -> Result<bool> {
     let bytes = row_layout(x)?.outer_stride * x.element().size_bytes() as i64;
     Ok((x.data() as usize).is_multiple_of(16) && bytes % 16 == 0)
 }
+
+/// Whether models are to take only the kernels that every device has: `XSERV_CUDA_PORTABLE=1` in the
+/// environment, for comparing and testing.
+pub(in crate::ops) fn is_portable() -> bool {
+    std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1")
+}

@@ -55,6 +55,7 @@ use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::attention::AttentionPlan;
+use crate::ops::common::launch::is_portable;
 use crate::ops::copy::copy;
 use crate::ops::gemm::{cublas_workspace_for, gemm, GemmOptions, SumOrder, WeightShape};
 use crate::ops::kv_cache::KvSlots;
@@ -227,7 +228,8 @@ impl LinearPlan {
             }
         }
         let has_chain = suit_chain
-            && attention.has_fused_kernels()
+            && !is_portable()
+            && sizes.dtype != DType::F32
             && sizes.has_rms_norms
             && has_linear_skinny(context)?
             && sizes.hidden_size <= MAX_CHAIN_WIDTH;
