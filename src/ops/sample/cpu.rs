@@ -36,6 +36,8 @@ impl Candidates {
         highest: f32,
         draw: &Draw,
     ) -> Result<()> {
+        // Memory for all tokens, whatever the filters leave: later rows take no more.
+        let vocab_size = logits.len();
         let no_memory = |_| Error::out_of_memory("sampling", 4 * size_of_val(logits));
         let Candidates { ids, kept, distances, weights, largest, .. } = self;
         ids.clear();
@@ -47,8 +49,8 @@ impl Candidates {
             select(logits, top_k, largest);
             // As in Transformers, ties with the k-th stay.
             let lowest = largest.last().map_or(f32::NEG_INFINITY, |last| last.0);
-            ids.try_reserve(logits.len()).map_err(no_memory)?;
-            kept.try_reserve(logits.len()).map_err(no_memory)?;
+            ids.try_reserve(vocab_size).map_err(no_memory)?;
+            kept.try_reserve(vocab_size).map_err(no_memory)?;
             for (id, &logit) in logits.iter().enumerate().filter(|(_, logit)| **logit >= lowest) {
                 ids.push(id as u32);
                 kept.push(logit);
@@ -59,7 +61,7 @@ impl Candidates {
         };
         for numbers in [&mut *distances, &mut *weights] {
             numbers.clear();
-            numbers.try_reserve(logits.len()).map_err(no_memory)?;
+            numbers.try_reserve(vocab_size).map_err(no_memory)?;
             numbers.resize(logits.len(), 0.0);
         }
         let temperature = f64::from(draw.temperature);
@@ -85,9 +87,9 @@ impl Candidates {
         let goal = top_p * sum(weights);
         if let Some(last) = cut.find(distances, weights, 0.0, goal)? {
             keep_within(distances, weights, 0.0, last.distance);
-            for &(distance, place) in &cut.range {
-                if distance == last.distance && place > last.place {
-                    weights.get_mut(place).into_iter().for_each(|weight| *weight = 0.0);
+            for &place in cut.range.iter().filter(|place| **place > last.place) {
+                if distances.get(place as usize) == Some(&last.distance) {
+                    weights.get_mut(place as usize).into_iter().for_each(|weight| *weight = 0.0);
                 }
             }
         }
@@ -177,7 +179,7 @@ impl Kernel for Weigh<'_> {
 /// The last token that a filter keeps, in the order of distances and then of places.
 struct Last {
     distance: f64,
-    place: usize,
+    place: u32,
 }
 
 /// Finds where the tokens nearest to a distance have so much weight.
@@ -185,8 +187,8 @@ struct Last {
 struct Cut {
     /// The weight by distance, in ranges of equal width on a logarithmic scale.
     masses: Vec<f64>,
-    /// The distances and places within one range.
-    range: Vec<(f64, usize)>,
+    /// The places within one range.
+    range: Vec<u32>,
 }
 
 /// The ranges for each power of 2, as a power of 2 itself: a vocabulary whose probabilities are
@@ -236,22 +238,23 @@ impl Cut {
         };
         let Some(reached) = masses.iter().position(reaches) else { return Ok(None) };
         range.clear();
+        range.try_reserve(distances.len()).map_err(no_memory)?;
+        let distance_of = |place: u32| {
+            distances.get(place as usize).map_or(f64::INFINITY, |it| (it - middle).abs())
+        };
         for (place, (distance, weight)) in distances.iter().zip(weights).enumerate() {
-            let distance = (distance - middle).abs();
-            if *weight > 0.0 && range_of(distance) == reached {
-                range.try_reserve(1).map_err(no_memory)?;
-                range.push((distance, place));
+            if *weight > 0.0 && range_of((distance - middle).abs()) == reached {
+                range.push(place as u32);
             }
         }
-        range.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let weight_of = |place: usize| weights.get(place).copied().unwrap_or(0.0);
-        let last = range.iter().find(|(_, place)| {
-            before += weight_of(*place);
+        range.sort_unstable_by(|&a, &b| distance_of(a).total_cmp(&distance_of(b)).then(a.cmp(&b)));
+        let last = range.iter().find(|&&place| {
+            before += weights.get(place as usize).copied().unwrap_or(0.0);
             before >= goal
         });
         // The sum of the range in another order may be less by a rounding.
         let last = last.or(range.last());
-        Ok(last.map(|&(distance, place)| Last { distance, place }))
+        Ok(last.map(|&place| Last { distance: distance_of(place), place }))
     }
 }
 
