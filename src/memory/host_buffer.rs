@@ -149,7 +149,8 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// The size of a buffer, unless a part of it is larger or all parts are expected to be smaller.
+    /// The size of a buffer, unless all parts are expected to be smaller. Parts of more than a quarter
+    /// have one of their own, as what such parts leave over at its end adds up.
     const REGION_BYTES: usize = 64 << 20;
     /// The alignment of parts: that of the smallest pages.
     const ALIGNMENT: usize = 4096;
@@ -175,7 +176,7 @@ impl HostArena {
             self.used += taken;
             return Ok(part);
         }
-        let bytes = taken.max(self.region_bytes);
+        let bytes = if taken > self.region_bytes / 4 { taken } else { self.region_bytes };
         let region = Arc::new(HostBuffer::zeroed(bytes, Pages::Huge)?);
         // SAFETY: it has no other part yet, and is no smaller.
         let part = unsafe { part_of(&region, 0, len_bytes) };
