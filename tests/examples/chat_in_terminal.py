@@ -288,7 +288,8 @@ def test_interrupt(xserv, model):
             terminal.read()
         terminal.press(CTRL_C)
         stopped = "[stopped]" in terminal.wait_for(PROMPT)
-        assert "turns: 1\r" in terminal.say("/stats")  # as far as it was printed
+        if stopped:  # else the key came to the prompt after the answer, which has one more after it
+            assert "turns: 1\r" in terminal.say("/stats")  # as far as it was printed
         terminal.leave()
         return stopped
 
