@@ -1010,9 +1010,14 @@ class Model(NotCopyable):
 
         def compute() -> None:
             # Calls at the same time share steps.
-            threads = [threading.Thread(target=score_some) for _ in texts[1:_SCORED_AT_ONCE]]
-            for thread in threads:
-                thread.start()
+            threads: List[threading.Thread] = []
+            try:
+                for _ in texts[1:_SCORED_AT_ONCE]:
+                    thread = threading.Thread(target=score_some)
+                    thread.start()
+                    threads.append(thread)
+            except RuntimeError:
+                pass  # there is no room for more, and fewer do as well
             score_some()
             for thread in threads:
                 thread.join()
