@@ -19,6 +19,7 @@ import time
 
 import xserv
 from xserv import _library as c
+from xserv._options import LogitBias, Request
 
 CHAT = dict(temperature=0.7, top_k=20, top_p=0.95)
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2)
@@ -59,12 +60,12 @@ def check(status):
 
 
 def request_with(setting, prompt, max_tokens, seed):
-    request = c.Request()
-    c.library.xserv_request_init(ctypes.byref(request), ctypes.sizeof(c.Request))
+    request = Request()
+    c.library.xserv_request_init(ctypes.byref(request), ctypes.sizeof(Request))
     ids = (ctypes.c_uint32 * len(prompt))(*prompt)
     values = dict(dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0), **setting)
     num_biases = values.pop("bias", 0)
-    biases = (c.LogitBias * num_biases)(*[c.LogitBias(100 + 7 * i, -1.0) for i in range(num_biases)])
+    biases = (LogitBias * num_biases)(*[LogitBias(100 + 7 * i, -1.0) for i in range(num_biases)])
     kind, text = values.pop("constraint", (0, ""))
     text = text.encode()
     if kind and seed % values.pop("every", 1) == 0:

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::random_model::random_model;
 use crate::support::*;
 
 fn package() -> PathBuf {
@@ -165,4 +166,18 @@ fn pip_installs_it_with_a_library() {
         env!("CARGO_PKG_VERSION")
     );
     assert_eq!(used.stdout.trim(), expected);
+}
+
+/// The benchmark of the settings of sampling knows the package from inside.
+#[test]
+fn the_benchmark_of_sampling_runs() {
+    let model = random_model("sampling-model", &["qwen3-tiny", "--vocab", "32000"]);
+    let script = repository().join("tests/bench/sampling.py");
+    let sizes = "--device cpu --requests 2 --prompt 8 --tokens 4 --repeats 1 --json";
+    let mut bench = python();
+    bench.env("PYTHONPATH", package()).arg(script).arg(model).args(sizes.split(' '));
+    let said: serde_json::Value = serde_json::from_str(&run(&mut bench).stdout).expect("JSON");
+    let rows = said["rows"].as_array().expect("rows");
+    assert!(rows.len() > 10, "{said}");
+    assert!(rows.iter().all(|row| row["tokens_per_second"].as_f64() > Some(0.0)), "{said}");
 }
