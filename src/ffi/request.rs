@@ -186,8 +186,8 @@ pub struct xserv_request {
     /// 10000. Default XSERV_UNSET_FLOAT; neutral: 0.
     pub frequency_penalty: f32,
     /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the
-    /// model. On a GPU without xserv_load_options.deterministic that holds up to rounding, which
-    /// depends on what is computed together. Default XSERV_SEED_RANDOM.
+    /// model. Where xserv_load_options.deterministic makes a difference and is 0, that holds up to
+    /// rounding, which depends on what is computed together. Default XSERV_SEED_RANDOM.
     pub seed: u64,
     /// With messages_json: 1 (default) opens the assistant's turn.
     pub add_generation_prompt: u8,

@@ -112,6 +112,34 @@ fn with_byte_activations(path: &str, weights: WeightStorage, num_threads: usize)
     open(path, weights, 0)?.load(backend, &options, &mut |_| true)
 }
 
+/// In bf16 a processor with AMX rounds weights and their inputs to it in passes of many tokens, unless the
+/// model is to be deterministic.
+#[test]
+fn deterministic_models_have_the_same_bits_however_a_prompt_is_cut_and_others_nearly() {
+    for (name, dir, prompt) in models() {
+        for (weights, embeddings) in [(INT8, INT8), (INT4, AS_STORED)] {
+            let logits = |deterministic: bool, num_threads, piece| {
+                let backend = Arc::new(CpuBackend::new(num_threads).expect("threads"));
+                let dtype = Some(DType::BF16);
+                let options = LoadOptions { dtype, deterministic, ..LoadOptions::default() };
+                let folder = open_both(dir.str(), weights, 0, embeddings).expect("a folder");
+                let model = folder.load(backend, &options, &mut |_| true).expect("a model");
+                Driver::new(&model, 8).logits(&prompt, piece)
+            };
+            let whole = logits(true, 2, usize::MAX);
+            let what = format!("{name}, {weights:?}");
+            for (num_threads, piece) in [(1, 1), (3, 17)] {
+                assert_eq!(bits(&logits(true, num_threads, piece)), bits(&whole), "{what}");
+            }
+            for (num_threads, piece) in [(2, usize::MAX), (1, 17)] {
+                let off = relative_rms(&logits(false, num_threads, piece), &whole);
+                println!("{what}: logits differ by {:.2} %", 100.0 * off);
+                assert!(off < 0.02, "{what}: {off:.2e}");
+            }
+        }
+    }
+}
+
 #[test]
 fn activations_of_8_bits_are_close_to_those_of_16_and_have_the_same_bits_however_a_prompt_is_cut() {
     for (name, dir, prompt) in models() {

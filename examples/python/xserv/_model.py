@@ -643,8 +643,8 @@ class Model(NotCopyable):
     max_swap_bytes: the most bytes of host memory for the keys and values of preempted requests; 0 (default): on
         a GPU an eighth of the available memory, 4 GiB at most, on the CPU none.
     prefix_cache: whether requests share the keys and values of common prefixes. Default True.
-    deterministic: whether the output of a request on a GPU depends on the request alone, to the last bit, as on
-        the CPU it always does. It costs speed. Default False.
+    deterministic: whether the output of a request depends on the request alone, to the last bit, as on the CPU it
+        always does but with quantised weights in bf16 on a processor with AMX. It costs speed. Default False.
     random_weights: make up the weights, of which only config.json is read: to time a shape without its files.
         Default False.
     progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises

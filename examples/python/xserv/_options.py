@@ -75,8 +75,8 @@ class GenerateOptions(TypedDict, total=False):
         It returns None, or False to stop. It runs on a thread of its own, and costs a copy of the logits to the host
         and back with every token. For generate() without stream only.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
-        model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
-        one, which Result.seed tells.
+        model (on a GPU, and with quantised weights on AMX, up to rounding, unless the model was loaded with
+        deterministic=True). Default: a fresh one, which Result.seed tells.
     num_samples: the number of independent continuations of the prompt, which is computed once for all; 1
         (default) to 256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells
         whose a piece is.

@@ -32,6 +32,20 @@ pub trait Simd: Copy + Send + Sync + 'static {
             high.round_to_bf16().store_high_halves(target.add(16));
         }
     }
+    /// Writes 16 pairs of values as [`Simd::store_bf16`] does, the two of a pair beside each other.
+    /// # Safety
+    /// The instruction set is there, and `target` is writable for 32 elements.
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(first: Self::Vector, second: Self::Vector, target: *mut u16) {
+        let mut halves = [[0_u16; 16]; 2];
+        // SAFETY: passed on to the caller.
+        unsafe {
+            first.round_to_bf16().store_high_halves(halves[0].as_mut_ptr());
+            second.round_to_bf16().store_high_halves(halves[1].as_mut_ptr());
+            let pairs: [[u16; 2]; 16] = std::array::from_fn(|i| [halves[0][i], halves[1][i]]);
+            target.cast::<[[u16; 2]; 16]>().write_unaligned(pairs);
+        }
+    }
 }
 
 /// A body to be compiled for each instruction set.
@@ -104,6 +118,18 @@ pub unsafe trait Vector16: Copy {
         unsafe {
             let integers = source.cast::<[i32; 16]>().read_unaligned();
             Self::load(integers.map(|integer| integer as f32).as_ptr())
+        }
+    }
+    /// Reads 16 words, and returns the integers that their bits from `SHIFT` on are, as far as `MASK` has them:
+    /// at most 24.
+    /// # Safety
+    /// See the trait.
+    #[inline(always)]
+    unsafe fn load_bits<const SHIFT: u32, const MASK: u32>(source: *const u32) -> Self {
+        // SAFETY: the caller passes a pointer valid for 16 reads, and has the instruction set.
+        unsafe {
+            let words = source.cast::<[u32; 16]>().read_unaligned();
+            Self::load(words.map(|word| (word >> SHIFT & MASK) as f32).as_ptr())
         }
     }
     /// Reads 16 integers in two parts and returns `256 * upper + lower - less`, rounded once.

@@ -117,6 +117,26 @@ impl Simd for Avx512Amx {
             _mm512_storeu_si512(target.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
         }
     }
+
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(first: __m512, second: __m512, target: *mut u16) {
+        const PAIRS: [u16; 32] = {
+            let mut places = [0; 32];
+            let mut i = 0;
+            while i < 32 {
+                places[i] = (i / 2 + 16 * (i % 2)) as u16;
+                i += 1;
+            }
+            places
+        };
+        // SAFETY: the caller has AVX-512 BF16, BW among what it needs, and 32 writable elements.
+        unsafe {
+            let both = _mm512_cvtne2ps_pbh(second, first);
+            let both = std::mem::transmute::<__m512bh, __m512i>(both);
+            let places = _mm512_loadu_si512(PAIRS.as_ptr().cast());
+            _mm512_storeu_si512(target.cast(), _mm512_permutexvar_epi16(places, both));
+        }
+    }
 }
 
 /// # Safety
@@ -426,6 +446,19 @@ unsafe impl Vector16 for __m512 {
     unsafe fn load_integers(source: *const i32) -> Self {
         // SAFETY: the caller has AVX-512 F and 16 readable elements.
         unsafe { _mm512_cvtepi32_ps(_mm512_loadu_si512(source.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bits<const SHIFT: u32, const MASK: u32>(source: *const u32) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements.
+        unsafe {
+            let words = _mm512_loadu_si512(source.cast());
+            let bits = _mm512_and_si512(
+                _mm512_srl_epi32(words, _mm_cvtsi32_si128(SHIFT as i32)),
+                _mm512_set1_epi32(MASK as i32),
+            );
+            _mm512_cvtepi32_ps(bits)
+        }
     }
 
     #[inline(always)]

@@ -23,6 +23,8 @@ pub(in crate::model) struct Loader<'a> {
     pub(super) kept: Kept,
     pub(super) dtype: DType,
     activations: ActivationFormat,
+    /// See [`QuantisedPanels::rounding`].
+    is_rounded: bool,
     /// Where the CPU has its weights.
     pub(super) arena: HostArena,
     /// Memory that the weights take.
@@ -49,6 +51,7 @@ impl<'a> Loader<'a> {
             kept: Kept::No,
             dtype,
             activations: options.activations,
+            is_rounded: dtype == DType::BF16 && !options.deterministic,
             arena: HostArena::new(usize::try_from(total_bytes).unwrap_or(usize::MAX)),
             weights_bytes: 0,
             done_bytes: 0,
@@ -172,6 +175,7 @@ impl<'a> Loader<'a> {
     pub(super) fn pack_quantised(&mut self, mut matrix: QuantisedMatrix) -> Result<HostMatrix> {
         matrix.format = self.activations.of(matrix.format);
         let packed = QuantisedPanels::pack_in(&mut self.arena, self.backend, &matrix)?;
+        let packed = packed.rounding(self.is_rounded);
         self.weights_bytes += packed.size_bytes() as u64;
         Ok(HostMatrix::Quantised(packed))
     }

@@ -15,4 +15,5 @@ pub(in crate::ops) mod staging;
 pub mod storage;
 pub(in crate::ops) mod strided;
 pub(in crate::ops) mod tile_product;
+pub(in crate::ops) mod tile_rows;
 pub(in crate::ops) mod turn;

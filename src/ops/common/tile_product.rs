@@ -13,7 +13,7 @@
 //! An element is summed in steps of 32 values of k from the first to the last in every case, and sums
 //! are kept in f32 in between, so that its bits depend on its own row and column alone.
 
-use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
+use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tiles::{
     TileOperands, TileUnit, PANEL_TILES, TILE_BYTES, TILE_K, TILE_LEN, TILE_ROWS,
 };
@@ -37,8 +37,11 @@ pub(crate) const FITTING_BYTES: usize = 1 << 20;
 const PART_STEPS: usize = FITTING_BYTES / (MAX_UNIT_ROWS * TILE_K * size_of::<u16>());
 /// The steps of k of a stretch: that of 32 rows stays in the first-level cache.
 const STRETCH_STEPS: usize = 16;
+/// The steps of k of a panel that are made at a time for a single row of tiles: two such stretches stay in the
+/// first-level cache.
+const FEW_STEPS: usize = 4;
 /// The elements of a step of a panel, and its lines in the cache.
-const STEP_LEN: usize = PANEL_TILES * TILE_LEN;
+pub(crate) const STEP_LEN: usize = PANEL_TILES * TILE_LEN;
 const PANEL_LINES: usize = PANEL_TILES * TILE_BYTES / LINE_BYTES;
 /// Bytes from row to row of the sums of a panel.
 const SUMS_STRIDE: usize = PANEL_COLUMNS * 4;
@@ -65,6 +68,65 @@ pub(crate) trait TileEpilogue: Sync {
     );
 }
 
+/// The right operand: panels of 64 columns in tiles, or what they are made of.
+pub(crate) trait TileWeight: Sync {
+    /// Whether panels are made when they are needed, from fewer bytes.
+    const IS_MADE: bool;
+
+    /// Returns the number of columns of the right operand.
+    fn out_features(&self) -> usize;
+
+    /// Returns the number of values of k.
+    fn in_features(&self) -> usize;
+
+    /// Returns the elements of some steps of a panel. If they are made, it is in `room`, to which no
+    /// reference is held.
+    ///
+    /// # Safety
+    /// The panel and the steps are there, `S`'s instruction set is, and `room` has [`STEP_LEN`] places for
+    /// each of the steps if panels are made.
+    unsafe fn steps<S: Simd>(
+        &self,
+        panel: usize,
+        steps: &Range<usize>,
+        room: *mut u16,
+    ) -> *const u16;
+
+    /// Returns where step `step` of a panel is or would be: it may be the end of all panels or past it.
+    fn address(&self, panel: usize, step: usize) -> *const u8;
+}
+
+impl TileWeight for PackedMatrix {
+    const IS_MADE: bool = false;
+
+    #[inline(always)]
+    fn out_features(&self) -> usize {
+        self.out_features()
+    }
+
+    #[inline(always)]
+    fn in_features(&self) -> usize {
+        self.in_features()
+    }
+
+    #[inline(always)]
+    unsafe fn steps<S: Simd>(
+        &self,
+        panel: usize,
+        steps: &Range<usize>,
+        _room: *mut u16,
+    ) -> *const u16 {
+        let len = self.panel_len();
+        self.panels::<u16>()[panel * len + steps.start * STEP_LEN..(panel + 1) * len].as_ptr()
+    }
+
+    #[inline(always)]
+    fn address(&self, panel: usize, step: usize) -> *const u8 {
+        let element = panel * self.panel_len() + step * STEP_LEN;
+        self.panels::<u16>().as_ptr().wrapping_add(element).cast()
+    }
+}
+
 /// An [`Epilogue`] of single panels.
 pub(crate) struct EachPanel<P>(pub P);
 
@@ -84,13 +146,6 @@ impl<P: Epilogue> TileEpilogue for EachPanel<P> {
     }
 }
 
-/// Returns the bytes of the tiles of `num_rows` rows of `in_features` values.
-pub(crate) fn tiles_bytes(num_rows: usize, in_features: usize) -> usize {
-    let rows = num_rows.div_ceil(TILE_ROWS).saturating_mul(TILE_ROWS);
-    let columns = in_features.div_ceil(TILE_K).saturating_mul(TILE_K);
-    rows.saturating_mul(columns).saturating_mul(size_of::<u16>())
-}
-
 /// Whether rows of so many values fit into the second-level cache beside a panel.
 fn do_fit(num_rows: usize, in_features: usize) -> bool {
     num_rows.saturating_mul(in_features).saturating_mul(size_of::<u16>()) <= FITTING_BYTES
@@ -105,94 +160,47 @@ fn lane_sums_len(num_rows: usize) -> usize {
     MAX_UNIT_PANELS * rows * PANEL_COLUMNS
 }
 
-/// Returns the bytes of scratch that `num_lanes` threads need for the sums of `num_rows` rows.
-pub(crate) fn sums_bytes(num_lanes: usize, num_rows: usize) -> usize {
-    num_lanes.saturating_mul(lane_sums_len(num_rows)).saturating_mul(size_of::<f32>())
-}
-
-/// Rounds rows of `in_features` values to bf16 and arranges them in tiles, [rows of tiles][steps of
-/// k], filled up with zeros.
-pub(crate) fn make_tiles(
-    backend: &CpuBackend,
-    x: &[f32],
-    in_features: usize,
-    tiles: &mut HostBuffer,
-) -> Result<()> {
-    let num_rows = x.len().checked_div(in_features).unwrap_or(0);
-    grow::<u16>(tiles, tiles_bytes(num_rows, in_features) / size_of::<u16>(), "activations")?;
-    let num_steps = in_features.div_ceil(TILE_K);
-    let target = SendPointer(tiles.as_mut_slice::<u16>().as_mut_ptr());
-    let row_len = TILE_ROWS * in_features;
-    backend.parallel_tokens(num_rows.div_ceil(TILE_ROWS), row_len, |row_tiles| {
-        for row_tile in row_tiles {
-            let rows = &x[row_tile * row_len..x.len().min((row_tile + 1) * row_len)];
-            // SAFETY: `tiles` has num_steps tiles for each row of tiles, which is given out once.
-            let tiles = unsafe {
-                let start = target.get().add(row_tile * num_steps * TILE_LEN);
-                std::slice::from_raw_parts_mut(start, num_steps * TILE_LEN)
-            };
-            backend.run(RowOfTiles { rows, in_features, tiles });
-        }
-    })
-}
-
-/// Up to 16 rows on their way into a row of tiles.
-struct RowOfTiles<'a> {
-    rows: &'a [f32],
-    in_features: usize,
-    tiles: &'a mut [u16],
-}
-
-impl Kernel for RowOfTiles<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self) {
-        let num_rows = self.rows.len() / self.in_features;
-        if num_rows < TILE_ROWS || !self.in_features.is_multiple_of(TILE_K) {
-            self.tiles.fill(0);
-        }
-        for (row, x) in self.rows.chunks_exact(self.in_features).enumerate() {
-            let places = self.tiles[row * TILE_K..].chunks_mut(TILE_LEN);
-            for (x, place) in x.chunks(TILE_K).zip(places) {
-                // SAFETY: `run` is called for an instruction set that is there; 32 values are read
-                // and written, of a copy where there are fewer.
-                unsafe {
-                    let mut filled = [0.0; TILE_K];
-                    let x = if x.len() < TILE_K {
-                        filled[..x.len()].copy_from_slice(x);
-                        &filled
-                    } else {
-                        x
-                    };
-                    let low = S::Vector::load(x.as_ptr());
-                    let high = S::Vector::load(x.as_ptr().add(TILE_K / 2));
-                    S::store_bf16(low, high, place[..TILE_K].as_mut_ptr());
-                }
-            }
-        }
+/// Returns the number of u16 that one thread needs for steps of panels that are made: those of a panel of
+/// the result that is made of two.
+fn lane_made_len(is_made: bool, num_rows: usize) -> usize {
+    match is_made {
+        false => 0,
+        true if num_rows <= TILE_ROWS => 2 * FEW_STEPS * STEP_LEN,
+        true => 2 * PART_STEPS * STEP_LEN,
     }
+}
+
+/// Returns the bytes of scratch that one thread needs, a multiple of 64.
+fn lane_bytes(is_made: bool, num_rows: usize) -> usize {
+    lane_sums_len(num_rows) * size_of::<f32>() + lane_made_len(is_made, num_rows) * size_of::<u16>()
+}
+
+/// Returns the bytes of scratch that `num_lanes` threads need for products of `num_rows` rows, with panels
+/// that are made or not.
+pub(crate) fn scratch_bytes(num_lanes: usize, num_rows: usize, is_made: bool) -> usize {
+    num_lanes.saturating_mul(lane_bytes(is_made, num_rows))
 }
 
 /// Passes all sums of `num_rows` rows, arranged in tiles, times `weight` to `epilogue`.
 ///
 /// # Safety
-/// The backend has tiles, `weight` lies in tiles, and `tiles` holds `num_rows` rows of its `in_features`, at
-/// least one of each, as [`make_tiles`] arranges them; what fills up the last row of tiles may be
-/// anything. For a gated epilogue, half its
-/// `out_features` are whole panels.
-pub(crate) unsafe fn multiply<P: TileEpilogue>(
+/// The backend has tiles, `weight` lies in tiles or is made so, and `tiles` holds `num_rows` rows of its
+/// `in_features`, at least one of each, as [`make_tiles`](super::tile_rows::make_tiles) arranges them; what
+/// fills up the last row of tiles may be anything. For a gated epilogue, half its `out_features` are whole
+/// panels.
+pub(crate) unsafe fn multiply<W: TileWeight, P: TileEpilogue>(
     backend: &CpuBackend,
     tiles: &[u16],
     num_rows: usize,
-    weight: &PackedMatrix,
+    weight: &W,
     epilogue: &P,
-    sums: &mut HostBuffer,
+    scratch: &mut HostBuffer,
 ) -> Result<()> {
     let num_lanes = backend.num_threads();
-    let lane_len = lane_sums_len(num_rows);
-    grow::<f32>(sums, num_lanes.saturating_mul(lane_len), "sums of panels")?;
-    let sums = SendPointer(sums.as_mut_slice::<f32>().as_mut_ptr());
+    let lane_bytes = lane_bytes(W::IS_MADE, num_rows);
+    let needed = scratch_bytes(num_lanes, num_rows, W::IS_MADE);
+    grow::<u8>(scratch, needed, "sums of panels")?;
+    let scratch = SendPointer(scratch.as_bytes_mut().as_mut_ptr());
     let panels_of_each = if P::IS_GATED { 2 } else { 1 };
     let out_features = weight.out_features() / panels_of_each;
     let max_panels = MAX_UNIT_PANELS / panels_of_each;
@@ -201,14 +209,17 @@ pub(crate) unsafe fn multiply<P: TileEpilogue>(
     let units = Units::new(num_panels, max_panels, num_rows, num_lanes, are_cheap);
     let next_unit = AtomicUsize::new(0);
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
+        // SAFETY: the buffer has lane_bytes for each of num_lanes > lane.
+        let memory = unsafe { scratch.get().add(lane * lane_bytes) };
         backend.run(Lane {
             a: tiles.as_ptr(),
             num_rows,
             weight,
             out_features,
             epilogue,
-            // SAFETY: the buffer has lane_len places for each of num_lanes > lane.
-            sums: unsafe { sums.get().add(lane * lane_len) },
+            sums: memory.cast(),
+            // SAFETY: the sums come before it.
+            made: unsafe { memory.cast::<f32>().add(lane_sums_len(num_rows)).cast() },
             units: &units,
             next_unit: &next_unit,
         });
@@ -265,16 +276,18 @@ impl Units {
 }
 
 /// The work of one thread: claims units until none is left.
-struct Lane<'a, P> {
+struct Lane<'a, W, P> {
     /// The rows, [rows of tiles][steps] tiles.
     a: *const u16,
     num_rows: usize,
-    weight: &'a PackedMatrix,
+    weight: &'a W,
     /// The columns of the result.
     out_features: usize,
     epilogue: &'a P,
     /// The sums of this lane alone, [panels of the weight in a unit][rows of a unit, in pairs][64].
     sums: *mut f32,
+    /// Steps of panels that this lane has made, see [`lane_made_len`].
+    made: *mut u16,
     units: &'a Units,
     next_unit: &'a AtomicUsize,
 }
@@ -283,7 +296,7 @@ struct Lane<'a, P> {
 #[repr(align(64))]
 struct OneTileRow([f32; TILE_ROWS * PANEL_COLUMNS]);
 
-impl<P: TileEpilogue> Kernel for Lane<'_, P> {
+impl<W: TileWeight, P: TileEpilogue> Kernel for Lane<'_, W, P> {
     type Output = ();
     const HAS_TILES: bool = true;
 
@@ -301,7 +314,10 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
             // SAFETY: passed on to the caller of `multiply`.
             unsafe {
                 if self.num_rows <= TILE_ROWS {
-                    panels.for_each(|panel| self.one_tile_row::<S>(&mut tiles, panel));
+                    // In a closure it would be compiled without the instruction set.
+                    for panel in panels {
+                        self.one_tile_row::<S>(&mut tiles, panel);
+                    }
                 } else {
                     self.pairs::<S>(&mut tiles, panels, pairs);
                 }
@@ -310,25 +326,11 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
     }
 }
 
-impl<P: TileEpilogue> Lane<'_, P> {
+impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// The number of steps of k.
     #[inline(always)]
     fn steps(&self) -> usize {
         self.weight.in_features().div_ceil(TILE_K)
-    }
-
-    /// Returns the elements of a panel from a step on.
-    #[inline(always)]
-    fn panel(&self, panel: usize, step: usize) -> &[u16] {
-        let len = self.weight.panel_len();
-        &self.weight.panels::<u16>()[panel * len + step * STEP_LEN..(panel + 1) * len]
-    }
-
-    /// Returns where step `step` of a panel is or would be: it may be the end of all panels or past it.
-    #[inline(always)]
-    fn address(&self, panel: usize, step: usize) -> *const u8 {
-        let element = panel * self.weight.panel_len() + step * STEP_LEN;
-        self.weight.panels::<u16>().as_ptr().wrapping_add(element).cast()
     }
 
     /// Returns the columns of the result that a panel makes.
@@ -375,23 +377,47 @@ impl<P: TileEpilogue> Lane<'_, P> {
         panel: usize,
         sums: &mut OneTileRow,
     ) {
-        let b = self.panel(panel, 0);
-        let operands = TileOperands {
-            a: self.a,
-            a_stride: 0,
-            b: b.as_ptr(),
-            b_stride: 0,
-            num_steps: self.steps(),
-            out: sums.0.as_mut_ptr(),
-            out_stride: SUMS_STRIDE,
-            accumulate: 0,
-            // A step takes its tiles in turn; touching their lines in order just before helps the
-            // prefetchers of the processor, which follow one stream best.
-            prefetch: b.as_ptr().cast(),
-            prefetch_lines: PANEL_LINES,
-        };
-        // SAFETY: a row of tiles and a panel of as many steps.
-        unsafe { tiles.few_rows(self.num_rows, &operands) }
+        let num_steps = self.steps();
+        let at_a_time = if W::IS_MADE { FEW_STEPS } else { num_steps };
+        let stretch = |first: usize| first..num_steps.min(first + at_a_time);
+        // Steps are made before those before them are multiplied, so that nobody waits for their stores.
+        let mut room = self.made;
+        // SAFETY: passed on to the caller; where steps are made there is room for two stretches.
+        let mut b = unsafe { self.weight.steps::<S>(panel, &stretch(0), room) };
+        let mut first = 0;
+        while first < num_steps {
+            let steps = stretch(first);
+            let mut next = std::ptr::null();
+            if steps.end < num_steps {
+                let other = self.made.wrapping_add(FEW_STEPS * STEP_LEN);
+                room = if room == self.made { other } else { self.made };
+                // SAFETY: as above.
+                next = unsafe { self.weight.steps::<S>(panel, &stretch(steps.end), room) };
+            }
+            let operands = TileOperands {
+                a: self.a.wrapping_add(first * TILE_LEN),
+                a_stride: 0,
+                b,
+                b_stride: 0,
+                num_steps: steps.len(),
+                out: sums.0.as_mut_ptr(),
+                out_stride: SUMS_STRIDE,
+                accumulate: usize::from(first > 0),
+                // A step takes its tiles in turn; touching their lines in order just before helps the
+                // prefetchers of the processor, which follow one stream best.
+                prefetch: b.cast(),
+                prefetch_lines: if W::IS_MADE { 0 } else { PANEL_LINES },
+            };
+            // SAFETY: a row of tiles and a panel of as many steps.
+            unsafe {
+                if W::IS_MADE {
+                    tiles.panel_block::<1, 4>(&operands);
+                } else {
+                    tiles.few_rows(self.num_rows, &operands);
+                }
+            }
+            (first, b) = (steps.end, next);
+        }
     }
 
     /// Makes some panels of the result for pairs of rows of tiles.
@@ -407,7 +433,8 @@ impl<P: TileEpilogue> Lane<'_, P> {
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            if do_fit(pairs.len() * PAIR_ROWS, self.steps() * TILE_K) {
+            let fits = do_fit(pairs.len() * PAIR_ROWS, self.steps() * TILE_K);
+            if fits && (!W::IS_MADE || self.steps() <= PART_STEPS) {
                 self.fitting_pairs::<S>(tiles, panels, pairs);
             } else {
                 self.pairs_in_parts::<S>(tiles, panels, pairs);
@@ -427,20 +454,27 @@ impl<P: TileEpilogue> Lane<'_, P> {
         pairs: Range<usize>,
     ) {
         let steps = 0..self.steps();
+        let of_each = if P::IS_GATED { 2 } else { 1 };
         for panel in panels {
+            let weights = [panel, self.lower(panel)];
+            let mut elements = [std::ptr::null(); 2];
+            for (place, elements) in elements.iter_mut().enumerate().take(of_each) {
+                let room = self.made.wrapping_add(place * PART_STEPS * STEP_LEN);
+                // SAFETY: passed on to the caller; there is room for the steps of two parts.
+                *elements = unsafe { self.weight.steps::<S>(weights[place], &steps, room) };
+            }
             for pair in pairs.clone() {
                 let first_row = pair * PAIR_ROWS;
                 let num_rows = (self.num_rows - first_row).min(PAIR_ROWS);
                 let mut sums = [&[][..]; 2];
-                let weights = [panel, self.lower(panel)];
-                let of_each = if P::IS_GATED { 2 } else { 1 };
                 for (place, &weight) in weights.iter().enumerate().take(of_each) {
                     let to = self.sums.wrapping_add(place * PAIR_ROWS * PANEL_COLUMNS);
-                    let next = self.fetch(self.address(weight + 1, 0), pair, &pairs, &steps);
+                    let next = self.weight.address(weight + 1, 0);
+                    let next = self.fetch(next, pair, &pairs, &steps);
                     // SAFETY: passed on to the caller; the sums have a place for two panels. The part
                     // writes all sums of these rows.
                     sums[place] = unsafe {
-                        self.part::<S>(tiles, weight, pair, &steps, to, next);
+                        self.part::<S>(tiles, elements[place], pair, &steps, to, next);
                         std::slice::from_raw_parts(to, num_rows * PANEL_COLUMNS)
                     };
                 }
@@ -474,19 +508,21 @@ impl<P: TileEpilogue> Lane<'_, P> {
             let steps = first_step..num_steps.min(first_step + PART_STEPS);
             for place in 0..num_all {
                 let next = if place + 1 < num_all {
-                    self.address(weight(place + 1), first_step)
+                    self.weight.address(weight(place + 1), first_step)
                 } else if steps.end < num_steps {
-                    self.address(weight(0), steps.end)
+                    self.weight.address(weight(0), steps.end)
                 } else {
-                    self.address(panels.end, 0)
+                    self.weight.address(panels.end, 0)
                 };
+                // SAFETY: passed on to the caller; there is room for the steps of a part.
+                let elements = unsafe { self.weight.steps::<S>(weight(place), &steps, self.made) };
                 for pair in pairs.clone() {
                     let row = (pair - pairs.start) * PAIR_ROWS;
                     let to = self.sums.wrapping_add(place * panel_sums + row * PANEL_COLUMNS);
                     let next = self.fetch(next, pair, &pairs, &steps);
                     // SAFETY: passed on to the caller; the sums have a place for each panel and pair
                     // of a unit.
-                    unsafe { self.part::<S>(tiles, weight(place), pair, &steps, to, next) };
+                    unsafe { self.part::<S>(tiles, elements, pair, &steps, to, next) };
                 }
             }
         }
@@ -514,13 +550,16 @@ impl<P: TileEpilogue> Lane<'_, P> {
         pairs: &Range<usize>,
         steps: &Range<usize>,
     ) -> (*const u8, usize) {
+        if W::IS_MADE {
+            return (start, 0);
+        }
         let lines = PANEL_LINES.div_ceil(2 * pairs.len());
         let steps_before = (pair - pairs.start) * steps.len();
         (start.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
     }
 
-    /// Multiplies a pair by some steps of a panel of the weight: adds to the sums [32, 64] of the steps
-    /// before, if there are any.
+    /// Multiplies a pair by some steps of a panel of the weight, whose elements are `elements`: adds to the
+    /// sums [32, 64] of the steps before, if there are any.
     ///
     /// # Safety
     /// As for [`multiply`]; `sums` has room for a pair.
@@ -528,7 +567,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
     unsafe fn part<S: Simd>(
         &self,
         tiles: &mut S::Tiles,
-        panel: usize,
+        elements: *const u16,
         pair: usize,
         steps: &Range<usize>,
         sums: *mut f32,
@@ -540,7 +579,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
             let operands = TileOperands {
                 a: self.a.wrapping_add((2 * pair * num_steps + step) * TILE_LEN),
                 a_stride: num_steps * TILE_BYTES,
-                b: self.panel(panel, step).as_ptr(),
+                b: elements.wrapping_add((step - steps.start) * STEP_LEN),
                 b_stride: 0,
                 num_steps: stretch.len(),
                 out: sums,

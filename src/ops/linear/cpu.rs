@@ -5,10 +5,12 @@
 //! on every instruction set, and with weights of integers to 16 bits of the largest one near it
 //! ([`cpu_integers`](super::cpu_integers)); f32, f16 and fp8 weights take x as it is. An output element is summed over
 //! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
-//! x alone.
+//! x alone: unless a quantised weight may be rounded to bf16 for several rows
+//! ([`cpu_tiles`](super::cpu_tiles)).
 
 use super::cpu_integer_tiles::multiply_integer_tiles;
 use super::cpu_quantised::{multiply_quantised, tile_layout, QuantisedNeeds};
+use super::cpu_tiles::{are_made, TiledWeight};
 use super::host_matrix::HostWeight;
 use crate::backend::cpu::math::LANES;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -22,6 +24,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
+use crate::ops::common::tile_rows::tiles_bytes;
 use crate::ops::quantised::QuantFormat;
 use crate::ops::silu_mul::cpu::silu_mul_row;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
@@ -76,6 +79,12 @@ impl LinearScratch {
                     &format,
                     is_ordered,
                 ));
+                let may_round = dtype == DType::BF16 && isa.has_tiles();
+                if may_round && are_made(num_tokens, in_features, &format) {
+                    activations = tiles_bytes(num_tokens, in_features).max(activations);
+                    let bytes = tile_product::scratch_bytes(num_threads, num_tokens, true);
+                    tile_sums = bytes.max(tile_sums);
+                }
                 if !format.code.is_float() {
                     continue;
                 }
@@ -88,8 +97,9 @@ impl LinearScratch {
                 // Its inputs are made where their f32 would be, from one row of tiles on.
                 let is_served = ends_gated_mlp && in_features.is_multiple_of(PANEL_COLUMNS);
                 let rows = if is_served { num_tokens.min(TILE_ROWS - 1) } else { num_tokens };
-                activations = tile_product::tiles_bytes(rows, in_features).max(activations);
-                tile_sums = tile_product::sums_bytes(num_threads, num_tokens).max(tile_sums);
+                activations = tiles_bytes(rows, in_features).max(activations);
+                let bytes = tile_product::scratch_bytes(num_threads, num_tokens, false);
+                tile_sums = bytes.max(tile_sums);
                 continue;
             }
             if dtype == DType::BF16 {
@@ -168,6 +178,15 @@ pub fn linear<'a>(
         return Ok(());
     }
     let epilogue = Finish::new(bias, store, out, out_features);
+    if let Some(weight) = TiledWeight::new(backend, num_tokens, weight) {
+        let LinearScratch { activations, tile_sums, .. } = scratch;
+        weight.make_rows(backend, x, activations)?;
+        let epilogue = EachPanel(epilogue);
+        // SAFETY: the tiles hold the rows of this product.
+        return unsafe {
+            weight.multiply(backend, activations.as_slice(), num_tokens, &epilogue, tile_sums)
+        };
+    }
     let weight = match weight {
         HostWeight::Dense(weight) => weight,
         HostWeight::Quantised(weight) => {
@@ -185,16 +204,6 @@ pub fn linear<'a>(
         }
     };
     let is_bf16 = weight.dtype() == DType::BF16;
-    if weight.is_in_tiles() && backend.has_tiles() && in_features > 0 {
-        let LinearScratch { activations, tile_sums, .. } = scratch;
-        tile_product::make_tiles(backend, x, in_features, activations)?;
-        let epilogue = EachPanel(epilogue);
-        // SAFETY: the backend and the weight have tiles, and neither its inputs nor the rows are none.
-        return unsafe {
-            let tiles = activations.as_slice();
-            tile_product::multiply(backend, tiles, num_tokens, weight, &epilogue, tile_sums)
-        };
-    }
     let a_stride = in_features.next_multiple_of(k_step(weight.dtype()));
     let LinearScratch { activations, product, .. } = scratch;
     if is_bf16 {
@@ -236,41 +245,30 @@ pub fn linear_silu_mul<'a>(
     let is_served = is_whole && bias.is_none() && !x.is_empty() && !out.is_empty();
     let epilogue = SiluMul { out: SendPointer(out.as_mut_ptr()), width };
     let LinearScratch { activations, tile_sums, .. } = scratch;
-    match weight {
-        HostWeight::Dense(weight) if is_served && weight.is_in_tiles() && backend.has_tiles() => {
-            tile_product::make_tiles(backend, x, in_features, activations)?;
-            // SAFETY: the backend and the weight have tiles, neither its inputs nor the rows are none,
-            // and both halves are whole panels.
+    if let Some(weight) = TiledWeight::new(backend, num_tokens, weight).filter(|_| is_served) {
+        weight.make_rows(backend, x, activations)?;
+        // SAFETY: the tiles hold the rows of this product, and both halves are whole panels.
+        return unsafe {
+            weight.multiply(backend, activations.as_slice(), num_tokens, &epilogue, tile_sums)
+        };
+    }
+    if let (HostWeight::Quantised(weight), true) = (weight, is_served) {
+        if let Some(layout) = tile_layout(backend, num_tokens, weight) {
+            // SAFETY: the backend has tiles, the layout is that of this product, and both
+            // halves are whole panels.
             return unsafe {
-                tile_product::multiply(
+                multiply_integer_tiles(
                     backend,
-                    activations.as_slice(),
+                    x,
                     num_tokens,
                     weight,
+                    layout,
                     &epilogue,
+                    activations,
                     tile_sums,
                 )
             };
         }
-        HostWeight::Quantised(weight) if is_served => {
-            if let Some(layout) = tile_layout(backend, num_tokens, weight) {
-                // SAFETY: the backend has tiles, the layout is that of this product, and both
-                // halves are whole panels.
-                return unsafe {
-                    multiply_integer_tiles(
-                        backend,
-                        x,
-                        num_tokens,
-                        weight,
-                        layout,
-                        &epilogue,
-                        activations,
-                        tile_sums,
-                    )
-                };
-            }
-        }
-        _ => {}
     }
     linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
     silu_mul(backend, products, width, out)
@@ -310,34 +308,29 @@ pub fn gated_mlp(
     let is_served = is_whole
         && stacked_bias.is_none()
         && num_tokens >= TILE_ROWS
-        && backend.has_tiles()
         && !(x.is_empty() || activated.is_empty() || out.is_empty());
-    if let (HostWeight::Dense(stacked), HostWeight::Dense(narrowing), true) =
-        (stacked, narrowing, is_served)
-    {
-        if stacked.is_in_tiles() && narrowing.is_in_tiles() {
-            let LinearScratch { activations, tile_sums, .. } = scratch;
-            tile_product::make_tiles(backend, x, in_features, activations)?;
-            // SAFETY: the same bytes as integers of two bytes, of which every value is valid; nobody
-            // else has them until this ends.
-            let tiles = unsafe {
-                std::slice::from_raw_parts_mut(
-                    activated.as_mut_ptr().cast::<u16>(),
-                    2 * activated.len(),
-                )
-            };
-            debug_assert!(tile_product::tiles_bytes(num_tokens, width) <= size_of_val(tiles));
-            let epilogue = SiluMulTiles { tiles: SendPointer(tiles.as_mut_ptr()), width };
-            let x = activations.as_slice();
-            // SAFETY: the backend and both weights have tiles, no size is zero, and both halves are
-            // whole panels. `tiles` has room for the rows, which the first product makes.
-            return unsafe {
-                tile_product::multiply(backend, x, num_tokens, stacked, &epilogue, tile_sums)?;
-                let finish = Finish::new(bias, Store::Add, out, narrowing.out_features());
-                let finish = EachPanel(finish);
-                tile_product::multiply(backend, tiles, num_tokens, narrowing, &finish, tile_sums)
-            };
-        }
+    let tiled = |weight| TiledWeight::new(backend, num_tokens, weight).filter(|_| is_served);
+    let narrowing_tiled = tiled(narrowing).filter(|weight| weight.takes_plain_rows());
+    if let (Some(stacked), Some(narrowing)) = (tiled(stacked), narrowing_tiled) {
+        let LinearScratch { activations, tile_sums, .. } = scratch;
+        stacked.make_rows(backend, x, activations)?;
+        // SAFETY: the same bytes as integers of two bytes, of which every value is valid; nobody else has
+        // them until this ends.
+        let tiles = unsafe {
+            std::slice::from_raw_parts_mut(
+                activated.as_mut_ptr().cast::<u16>(),
+                2 * activated.len(),
+            )
+        };
+        debug_assert!(tiles_bytes(num_tokens, width) <= size_of_val(tiles));
+        let epilogue = SiluMulTiles { tiles: SendPointer(tiles.as_mut_ptr()), width };
+        let finish = EachPanel(Finish::new(bias, Store::Add, out, out.len() / num_tokens));
+        // SAFETY: the tiles hold the rows of the first product, and both halves are whole panels. `tiles`
+        // has room for those of the second, which the first makes.
+        return unsafe {
+            stacked.multiply(backend, activations.as_slice(), num_tokens, &epilogue, tile_sums)?;
+            narrowing.multiply(backend, tiles, num_tokens, &finish, tile_sums)
+        };
     }
     linear_silu_mul(backend, x, num_tokens, stacked, stacked_bias, products, activated, scratch)?;
     linear(backend, activated, num_tokens, narrowing, bias, out, Store::Add, scratch)

@@ -11,6 +11,7 @@ mod cpu_integer_rows;
 mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
+mod cpu_tiles;
 pub mod cuda_fp8;
 pub mod cuda_fp8_many;
 pub mod cuda_fp8_prefill;

@@ -25,6 +25,8 @@ pub struct QuantisedPanels {
     format: QuantFormat,
     /// See [`QuantisedMatrix::order`].
     order: Vec<u32>,
+    /// See [`QuantisedPanels::rounding`].
+    is_rounded: bool,
     buffer: HostBuffer,
 }
 
@@ -181,6 +183,7 @@ impl QuantisedPanels {
             in_features,
             format,
             order,
+            is_rounded: false,
             buffer: arena.zeroed(bytes)?,
         };
         let division = panels.division();
@@ -196,6 +199,17 @@ impl QuantisedPanels {
             pack_panel(matrix, &division.inputs, panel * PANEL_COLUMNS, bytes);
         })?;
         Ok(panels)
+    }
+
+    /// Returns the panels such that products of several rows may round activations and numbers to bf16, where
+    /// that is faster, or may not: then the bits of a row do not depend on the rows beside it.
+    pub fn rounding(self, is_rounded: bool) -> Self {
+        QuantisedPanels { is_rounded, ..self }
+    }
+
+    /// See [`QuantisedPanels::rounding`].
+    pub(crate) fn is_rounded(&self) -> bool {
+        self.is_rounded
     }
 
     /// Returns the number of rows of the matrix, which is the width of its results.
@@ -245,7 +259,12 @@ impl QuantisedPanels {
 
     /// Returns a group of a panel; `None` if there is none of that number.
     #[inline(always)]
-    fn group(&self, division: &PanelDivision, panel: usize, group: usize) -> Option<Group<'_>> {
+    pub(super) fn group(
+        &self,
+        division: &PanelDivision,
+        panel: usize,
+        group: usize,
+    ) -> Option<Group<'_>> {
         let inputs = &division.inputs;
         let places = inputs.places(group);
         if places.is_empty() {
@@ -341,6 +360,12 @@ impl Group<'_> {
                 DType::BF16 => V::load_bf16(scales.add(32 * vector).cast()),
             }
         }
+    }
+
+    /// Returns the codes, whole units.
+    #[inline(always)]
+    pub fn codes(&self) -> &[u8] {
+        self.codes
     }
 
     /// Returns the bytes before the codes.

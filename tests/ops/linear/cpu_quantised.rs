@@ -3,11 +3,11 @@
 
 use crate::quantised::{in_e4m3, random_matrix};
 use crate::support::{
-    assert_close, assert_same_bits, backends, reference, Guarded, Random, Tolerance,
+    assert_close, assert_same_bits, backends, reference, rounded_all, Guarded, Random, Tolerance,
 };
-use xserv::backend::cpu::CpuBackend;
+use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::memory::DType;
-use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
+use xserv::ops::linear::cpu::{gated_mlp, linear, linear_silu_mul, LinearScratch, Store};
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
 
 /// About how large the numbers of a matrix are.
@@ -55,6 +55,13 @@ fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &QuantisedPan
 fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     let without = backends(num_threads).into_iter().map(CpuBackend::without_byte_dot);
     backends(num_threads).into_iter().chain(without).collect()
+}
+
+/// Returns the backends that make tiles of quantised weights for several rows.
+fn tiled_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
+    let is_tiled =
+        |backend: &CpuBackend| [Isa::EmulatedAmx, Isa::Avx512Amx].contains(&backend.isa());
+    backends(num_threads).into_iter().filter(is_tiled).collect()
 }
 
 /// Rounds rows of `k` activations as a product does before it multiplies: with integer weights to
@@ -276,6 +283,131 @@ fn activations_that_are_not_finite_are_not_hidden() {
             }
             let x = vec![1e-36; k];
             assert!(run(&backend, &x, 1, &packed).iter().all(|sum| sum.abs() < 1e-30));
+        }
+    }
+}
+
+/// Several rows: both operands are rounded to bf16, the weight after its numbers have been scaled.
+#[test]
+fn quantised_weights_in_tiles() {
+    let mut random = Random::new(27);
+    let backends = tiled_backends(&[1, 3]);
+    let in_fp8 = QuantFormat {
+        code: Code::Fp8,
+        group_size: 128,
+        has_zeros: false,
+        scale: DType::F32,
+        quantises_inputs: true,
+    };
+    for format in formats(&[32, 96, 5000]).into_iter().chain([in_fp8]) {
+        for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (330, 31), (1100, 70)] {
+            // Integers beside activations of 8 bits are made into tiles where groups are short.
+            let has_bytes = format.quantises_inputs && !format.code.is_float();
+            if has_bytes && format.group_size.min(k) >= 64 {
+                continue;
+            }
+            for is_ordered in [false, true] {
+                if is_ordered && (format.quantises_inputs || format.scale != DType::F16) {
+                    continue;
+                }
+                let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
+                if is_ordered {
+                    matrix.order = (0..k as u32).rev().collect();
+                }
+                let exact = weights(&matrix);
+                let rounded = rounded_all(&exact, DType::BF16);
+                let bias = random.normals(n);
+                for num_tokens in [4, 12, 16, 33, 66] {
+                    // Before that, codes are multiplied.
+                    let is_long = !format.code.is_float() && format.group_size.min(k) >= 64;
+                    if num_tokens < 12 && !format.code.is_float() || num_tokens < 32 && is_long {
+                        continue;
+                    }
+                    let x = random.normals(num_tokens * k);
+                    let is_e4m3 = format.quantises_inputs && format.code.is_float();
+                    let taken = if is_e4m3 { rounded_rows(&x, k, &format) } else { x.clone() };
+                    let taken = rounded_all(&taken, DType::BF16);
+                    let expected = reference::linear(&taken, &rounded, Some(&bias), k, n);
+                    let unrounded = reference::linear(&x, &exact, Some(&bias), k, n);
+                    let before = random.normals(num_tokens * n);
+                    let sums: Vec<f64> =
+                        expected.iter().zip(&before).map(|(a, &b)| a + f64::from(b)).collect();
+                    let mut bits_of_one_thread: Option<Vec<f32>> = None;
+                    for backend in &backends {
+                        let packed =
+                            QuantisedPanels::pack(backend, &matrix).unwrap().rounding(true);
+                        let what = format!("{format:?} {num_tokens}x{k}x{n} on {}", backend.name());
+                        let scratch = &mut LinearScratch::new();
+                        let mut out = Guarded::new(num_tokens * n);
+                        let (bias, to) = (Some(&bias[..]), out.get());
+                        let overwrite = Store::Overwrite;
+                        linear(backend, &x, num_tokens, &packed, bias, to, overwrite, scratch)
+                            .unwrap();
+                        let out = out.checked(&what);
+                        assert_close(&what, out, &expected, Tolerance::Rms(2e-5));
+                        let rounding = if is_e4m3 { 0.15 } else { 1.5e-2 };
+                        assert_close(&what, out, &unrounded, Tolerance::Rms(rounding));
+                        let first = bits_of_one_thread.get_or_insert_with(|| out.to_vec());
+                        assert_same_bits(&what, out, first);
+                        let mut out = Guarded::of(&before);
+                        let to = out.get();
+                        linear(backend, &x, num_tokens, &packed, bias, to, Store::Add, scratch)
+                            .unwrap();
+                        assert_close(&what, out.checked(&what), &sums, Tolerance::Rms(2e-5));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The MLP of a layer of quantised weights, of dense ones beside them, and of weights that take no plain
+/// rows: each has the bits of its products.
+#[test]
+fn a_gated_mlp_of_quantised_weights_has_the_bits_of_its_products() {
+    let mut random = Random::new(28);
+    let (k, width, n) = (1100, 128, 33);
+    for format in formats(&[32, 128]).into_iter().filter(|format| format.scale == DType::F16) {
+        let stacked = random_matrix(&mut random, 2 * width, k, format, SIZE);
+        let mut narrowing = random_matrix(&mut random, n, width, format, SIZE);
+        if format.group_size == 32 {
+            narrowing.order = (0..width as u32).rev().collect();
+        }
+        let bias = random.normals(n);
+        for backend in tiled_backends(&[1, 3]) {
+            let gate_up = QuantisedPanels::pack(&backend, &stacked).unwrap().rounding(true);
+            let down = QuantisedPanels::pack(&backend, &narrowing).unwrap().rounding(true);
+            for num_tokens in [1, 13, 16, 33, 70] {
+                let what = format!("{format:?} {num_tokens} on {}", backend.name());
+                let x = random.normals(num_tokens * k);
+                let before = random.normals(num_tokens * n);
+                let scratch = &mut LinearScratch::new();
+                let mut products = vec![f32::NAN; 2 * num_tokens * width];
+                let mut activated = vec![f32::NAN; num_tokens * width];
+                let mut expected = before.clone();
+                let (room, to) = (&mut products[..], &mut activated[..]);
+                linear_silu_mul(&backend, &x, num_tokens, &gate_up, None, room, to, scratch)
+                    .unwrap();
+                let (bias, to) = (Some(&bias[..]), &mut expected[..]);
+                linear(&backend, &activated, num_tokens, &down, bias, to, Store::Add, scratch)
+                    .unwrap();
+                let mut out = Guarded::of(&before);
+                let mut activated = Guarded::new(num_tokens * width);
+                gated_mlp(
+                    &backend,
+                    &x,
+                    num_tokens,
+                    ((&gate_up).into(), None),
+                    ((&down).into(), bias),
+                    &mut products,
+                    activated.get(),
+                    out.get(),
+                    scratch,
+                )
+                .unwrap();
+                assert_same_bits(&what, out.checked(&what), &expected);
+                activated.checked(&what);
+            }
         }
     }
 }
