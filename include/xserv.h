@@ -631,14 +631,15 @@ typedef struct xserv_load_options {
    */
   uint8_t prefix_cache;
   /**
-   * 1: on a GPU as on the CPU, the output of a request depends on the request alone, to the last
-   * bit: not on what is computed beside it, nor on how its prompt is cut into steps, nor on
-   * whether it was preempted or found its prefix in the cache. That holds for one version of the
-   * library on one kind of GPU with one dtype. 0 (default): on a GPU the rounding of sums may
-   * depend on the sizes of a step, and a token may differ where two are nearly as likely. The
-   * CPU always works as with 1.
+   * 1: the output of a request depends on the request alone, to the last bit: not on what is
+   * computed beside it, nor on how its prompt is cut into steps, nor on whether it was preempted or
+   * found its prefix in the cache. That holds for one version of the library on one kind of GPU with
+   * one dtype. 0 (default): on a GPU the rounding of sums may depend on the sizes of a step, and a
+   * token may differ where two are nearly as likely. The CPU works as with 1, except with quantised
+   * weights in bf16 on a processor with AMX, which rounds them and their inputs to bf16 in steps of
+   * many tokens: with 1, prompts of Qwen3-0.6B's shape take it up to 2.5 times as long.
    *
-   * It costs speed, because cuBLAS is not used and decoding takes the kernels of larger steps.
+   * On a GPU it costs speed because cuBLAS is not used and decoding takes the kernels of larger steps.
    * On an H200 in bf16 (512 tokens of context) a step of one sequence takes twice as long with
    * Qwen3-0.6B and 16 % longer with Qwen3-8B, a step of 8 sequences 15 % and 3 % longer, a step
    * of 32 sequences 15 % and 6 %, a prompt of 2048 tokens 25 % and 17 %. On GPUs before Hopper
@@ -1847,8 +1848,8 @@ typedef struct xserv_request {
   float frequency_penalty;
   /**
    * Seed of the random draws: the same seed gives the same tokens, whatever else runs on the
-   * model. On a GPU without xserv_load_options.deterministic that holds up to rounding, which
-   * depends on what is computed together. Default XSERV_SEED_RANDOM.
+   * model. Where xserv_load_options.deterministic makes a difference and is 0, that holds up to
+   * rounding, which depends on what is computed together. Default XSERV_SEED_RANDOM.
    */
   uint64_t seed;
   /**

@@ -54,6 +54,22 @@ pub fn fp8_code(x: f32) -> u8 {
     sign | ((exponent + 6) * 8 + steps).clamp(0, 0x7e) as u8
 }
 
+/// Returns the number of e4m3 nearest to a finite number, which is that of [`fp8_code`], branch-free.
+#[inline(always)]
+pub fn round_to_fp8(x: f32) -> f32 {
+    const SMALLEST_NORMAL: f32 = f32::from_bits((127 - 6) << 23);
+    // Beside it f32 has the steps of e4m3's subnormal numbers, 2^-9.
+    const SUBNORMAL_STEPS: f32 = 1.5 * (1 << 14) as f32;
+    let size = x.abs();
+    let bits = size.to_bits();
+    let even = bits >> 20 & 1;
+    let normal = f32::from_bits(bits.wrapping_add(0x7_ffff + even) & !0xf_ffff);
+    let subnormal = (size + SUBNORMAL_STEPS) - SUBNORMAL_STEPS;
+    let rounded = if size < SMALLEST_NORMAL { subnormal } else { normal };
+    let bounded = if rounded > LARGEST_FP8 { LARGEST_FP8 } else { rounded };
+    bounded.copysign(x)
+}
+
 /// Converts f16 bits to f32, branch-free.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {

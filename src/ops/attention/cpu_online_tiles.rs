@@ -89,12 +89,17 @@ impl<'a> OnlineTiles<'a> {
         for (step, query) in query.chunks(TILE_K).enumerate() {
             let to = &mut self.memory.queries[first + step * TILE_LEN..][..TILE_K];
             let mut filled = [0.0; TILE_K];
-            filled[..query.len()].copy_from_slice(query);
-            // SAFETY: reads and writes 2 x 16 elements of `filled` and `to`; the instruction set is
+            let query = if query.len() < TILE_K {
+                filled[..query.len()].copy_from_slice(query);
+                &filled
+            } else {
+                query
+            };
+            // SAFETY: reads and writes 2 x 16 elements of `query` and `to`; the instruction set is
             // that of the caller, which has been found to be there.
             unsafe {
-                let low = S::Vector::load(filled.as_ptr());
-                let high = S::Vector::load(filled.as_ptr().add(16));
+                let low = S::Vector::load(query.as_ptr());
+                let high = S::Vector::load(query.as_ptr().add(16));
                 S::store_bf16(low, high, to.as_mut_ptr());
             }
         }

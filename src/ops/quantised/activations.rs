@@ -10,7 +10,7 @@
 //! their scale so, and with it every result of the row.
 
 pub use crate::backend::cpu::math::fp8_code;
-use crate::backend::cpu::math::{fp8_to_f32, LARGEST_FP8};
+use crate::backend::cpu::math::{round_to_fp8, LARGEST_FP8};
 
 /// The inputs that share a scale.
 pub const INPUT_GROUP: usize = 128;
@@ -30,8 +30,12 @@ pub fn round_inputs(x: &[f32], out: &mut [f32]) {
             out.fill(f32::NAN);
             continue;
         }
+        if scale == 0.0 {
+            out.fill(0.0);
+            continue;
+        }
         for (out, &x) in out.iter_mut().zip(x) {
-            *out = if scale == 0.0 { 0.0 } else { fp8_to_f32(fp8_code(x / scale)) * scale };
+            *out = round_to_fp8(x / scale) * scale;
         }
     }
 }
@@ -39,6 +43,21 @@ pub fn round_inputs(x: &[f32], out: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cpu::math::fp8_to_f32;
+
+    #[test]
+    fn numbers_are_rounded_to_those_of_their_codes() {
+        let all = (0..=0x7e).map(fp8_to_f32);
+        let between = (0..0x7e).map(|code| (fp8_to_f32(code) + fp8_to_f32(code + 1)) / 2.0);
+        let near = |x: f32| [x, x.next_up(), x.next_down(), x * 1.01, x * 0.997];
+        let far = [0.0, 1e-30, 447.0, 448.0, 470.0, 1e30];
+        for x in all.chain(between).flat_map(near).chain(far) {
+            for x in [x, -x] {
+                let number = fp8_to_f32(fp8_code(x));
+                assert_eq!(round_to_fp8(x).to_bits(), number.to_bits(), "{x}");
+            }
+        }
+    }
 
     #[test]
     fn codes_are_the_nearest_numbers() {
