@@ -2,6 +2,7 @@
 //! alone.
 
 use xserv::ffi::xserv_dtype::*;
+use xserv::ffi::xserv_weights::*;
 use xserv::ffi::*;
 
 use crate::batching::idle;
@@ -102,11 +103,20 @@ fn requests_on_cuda_do_not_depend_on_others() {
 
 #[test]
 fn requests_on_the_cpu_do_not_depend_on_others() {
-    for (family, deterministic) in
-        [(Family::Qwen3, 0), (Family::Qwen3, 1), (Family::Llama, 0), (Family::Qwen2, 1)]
-    {
+    const AS_STORED: u32 = XSERV_WEIGHTS_AS_STORED as u32;
+    // Without the option, quantised weights may be rounded otherwise in steps of many tokens.
+    for (family, deterministic, weights) in [
+        (Family::Qwen3, 0, AS_STORED),
+        (Family::Qwen3, 1, AS_STORED),
+        (Family::Llama, 0, AS_STORED),
+        (Family::Qwen2, 1, AS_STORED),
+        (Family::Qwen3, 1, XSERV_WEIGHTS_INT4 as u32),
+        (Family::Llama, 1, XSERV_WEIGHTS_INT8 as u32),
+    ] {
         let dir = test_model(64, family);
-        let options = xserv_load_options { deterministic, num_threads: 2, ..load_options() };
+        let dtype = XSERV_DTYPE_BF16 as u32;
+        let options =
+            xserv_load_options { deterministic, num_threads: 2, dtype, weights, ..load_options() };
         let (different, stats) = different_outputs(dir.path(), &options);
         // Nothing is kept on the host unless it is asked for: the KV cache lies there.
         assert_eq!((different, stats.num_swap_blocks, stats.total_swapped_out_blocks), (0, 0, 0));
