@@ -637,7 +637,7 @@ typedef struct xserv_load_options {
    * one dtype. 0 (default): on a GPU the rounding of sums may depend on the sizes of a step, and a
    * token may differ where two are nearly as likely. The CPU works as with 1, except with quantised
    * weights in bf16 on a processor with AMX, which rounds them and their inputs to bf16 in steps of
-   * many tokens: with 1, prompts of Qwen3-0.6B's shape take it up to 2.5 times as long.
+   * many tokens: without that, prompts of Qwen3-0.6B's shape took it 1.4 to 4 times as long.
    *
    * On a GPU it costs speed because cuBLAS is not used and decoding takes the kernels of larger steps.
    * On an H200 in bf16 (512 tokens of context) a step of one sequence takes twice as long with
