@@ -55,15 +55,15 @@
 #define XSERV_DECODE_ATTENTION_EACH(form, suffix, T, head_dim, warps, slots, division, min_blocks)                 \
   XSERV_DECODE_ATTENTION(form, suffix, T, , T, head_dim, warps, slots, division, min_blocks)                       \
   XSERV_DECODE_ATTENTION(form, suffix, T, fp8_, xserv::Fp8, head_dim, warps, slots * 2, division, min_blocks)
-#define XSERV_DECODE_ATTENTION_CHUNKED(head_dim)                                 \
-  XSERV_DECODE_ATTENTION_EACH(chunked, f16, __half, head_dim, 4, 4, kChunked, 3) \
-  XSERV_DECODE_ATTENTION_EACH(chunked, bf16, __nv_bfloat16, head_dim, 4, 4, kChunked, 3)
-XSERV_DECODE_ATTENTION_CHUNKED(64)
-XSERV_DECODE_ATTENTION_CHUNKED(128)
+#define XSERV_DECODE_ATTENTION_HEADS(head_dim, chunked_slots, chunked_blocks, cluster_slots, cluster_blocks)               \
+  XSERV_DECODE_ATTENTION_EACH(chunked, f16, __half, head_dim, 4, chunked_slots, kChunked, chunked_blocks)                  \
+  XSERV_DECODE_ATTENTION_EACH(chunked, bf16, __nv_bfloat16, head_dim, 4, chunked_slots, kChunked, chunked_blocks)          \
+  XSERV_DECODE_ATTENTION_EACH(cluster, f16, __half, head_dim, 8, cluster_slots, kCluster, cluster_blocks)                  \
+  XSERV_DECODE_ATTENTION_EACH(cluster, bf16, __nv_bfloat16, head_dim, 8, cluster_slots, kCluster, cluster_blocks)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define XSERV_DECODE_ATTENTION_CLUSTER(head_dim)                                 \
-  XSERV_DECODE_ATTENTION_EACH(cluster, f16, __half, head_dim, 8, 3, kCluster, 2) \
-  XSERV_DECODE_ATTENTION_EACH(cluster, bf16, __nv_bfloat16, head_dim, 8, 3, kCluster, 2)
-XSERV_DECODE_ATTENTION_CLUSTER(64)
-XSERV_DECODE_ATTENTION_CLUSTER(128)
+XSERV_DECODE_ATTENTION_HEADS(64, 4, 3, 3, 2)
+XSERV_DECODE_ATTENTION_HEADS(80, 4, 3, 3, 2)
+XSERV_DECODE_ATTENTION_HEADS(96, 4, 3, 3, 2)
+XSERV_DECODE_ATTENTION_HEADS(128, 4, 3, 3, 2)
+XSERV_DECODE_ATTENTION_HEADS(256, 2, 3, 2, 1)
 #endif

@@ -10,7 +10,9 @@
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
-extern __shared__ __align__(256) unsigned char fused_shared[];
+// Tiles of the longest heads lie at multiples of this.
+constexpr int kSharedAlign = 512;
+extern __shared__ __align__(kSharedAlign) unsigned char fused_shared[];
 
 namespace xserv {
 

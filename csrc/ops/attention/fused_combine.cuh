@@ -11,19 +11,19 @@ namespace xserv {
 constexpr int kReceivePad = 2;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// For the cluster form: combines this block's slice of the output (`slice` float4) from what the others
-// sent.
+// For the cluster form: combines this block's slice of the output (`own_slice` float4, of `slice` from block to block)
+// from what the others sent.
 template <typename T, int kThreads>
 __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receive_stats_at, uint32_t barrier,
-                                              int slice, int num_partials, int rank) {
+                                              int slice, int own_slice, int num_partials, int rank) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   // There are 4 lanes per element of the slice, each with every fourth block. The first warp always
   // comes here and waits: a block must not end before what others send it has arrived.
   const auto received = reinterpret_cast<const float*>(fused_shared + receive_at);
   const auto received_stats = reinterpret_cast<const float2*>(fused_shared + receive_stats_at);
 #pragma unroll 1
-  for (int begin = warp * 32; begin < slice * 16; begin += kThreads) {
-    const int index = min((begin + lane) >> 2, slice * 4 - 1), part = lane & 3;
+  for (int begin = warp * 32; begin < own_slice * 16; begin += kThreads) {
+    const int index = min((begin + lane) >> 2, own_slice * 4 - 1), part = lane & 3;
     mbarrier_wait_bounded(barrier, 0);
     float2 stat[kMaxBlocks / 4];
     float value[kMaxBlocks / 4];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receiv
       l += __shfl_xor_sync(kFullWarp, l, offset);
       total += __shfl_xor_sync(kFullWarp, total, offset);
     }
-    if (part == 0 && begin + lane < slice * 16) {
+    if (part == 0 && begin + lane < own_slice * 16) {
       out[rank * slice * 4 + index] = from_float<T>(l == 0.0f ? 0.0f : __fdividef(total, l));
     }
   }

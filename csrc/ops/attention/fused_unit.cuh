@@ -24,10 +24,13 @@ struct DecodeAttention {
   static constexpr bool kCluster = kForm != DecodeForm::kChunked;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kTileBytes = Tile::kBytes;
-  static_assert(kTileKeys == Tile::kKeys);
+  static_assert(kTileKeys == Tile::kKeys && Rows::kAlign <= kSharedAlign);
   static constexpr int kRingBytes = kSlots * kTileBytes;  // for each warp
   static constexpr int kDimSteps = kHeadDim / 16;
   static constexpr int kVectors = kHeadDim / 4;  // float4 in a row of o
+  // An index of a float4 is divided by the length of a slice by multiplication: exact, as their product is less.
+  static constexpr int kReciprocalBits = 20;
+  static_assert(kGroupHeads * kVectors * kGroupHeads * kVectors < 1 << kReciprocalBits);
   // The number of floats from head to head where the warps' results are combined; the 4 keep the stores
   // of a fragment in different banks.
   static constexpr int kPartialStride = kHeadDim + 4;
@@ -36,17 +39,21 @@ struct DecodeAttention {
   static constexpr int kRowBytes = kHeadDim * 2 + 16;
   static constexpr int kNewK = kGroupHeads, kNewV = kGroupHeads + 1;
   static constexpr int kRowsAt = kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes;
-  static constexpr int kMaxReceived = kProjects ? 0 : kGroupHeads * kVectors + kMaxBlocks * kReceivePad;
+  // A slice is rounded up where the blocks of a cluster do not divide the output.
+  static constexpr int kMaxSlices = kGroupHeads * kVectors + (kVectors % kMaxBlocks == 0 ? 0 : kMaxBlocks);
+  static constexpr int kMaxReceived = kProjects ? 0 : kMaxSlices + kMaxBlocks * kReceivePad;
   static constexpr int kReceiveAt = kRowsAt + (kGroupHeads + 2) * kRowBytes;
   static constexpr int kReceiveStatsAt = kReceiveAt + (kCluster ? kMaxReceived * 16 : 0);
   static constexpr int kBarrierAt = kReceiveStatsAt + (kCluster ? kMaxReceived * 8 : 0);
   static constexpr int kProjectedAt = kBarrierAt + 16;
   static constexpr int kSharedBytes = kProjectedAt + (kProjects ? Projected::kSharedBytes : 0);
   // A warp or half a warp prepares a head: each lane has kPairs neighbouring pairs of the first half
-  // and their partners.
-  static constexpr int kHeadLanes = kWarps >= 8 && kHeadDim % 128 == 0 ? 32 : 16;
+  // and their partners. Lanes that the head has no pairs for do what the last one with pairs does.
+  static constexpr int kHeadLanes = kHeadDim > 128 || (kWarps >= 8 && kHeadDim == 128) ? 32 : 16;
   static constexpr int kHeadsAtOnce = kThreads / kHeadLanes;
-  static constexpr int kPairs = kHeadDim / 4 / kHeadLanes;
+  static constexpr int kPairs = kHeadDim / 4 > kHeadLanes ? 2 : 1;
+  static constexpr int kLastLane = kHeadDim / 4 / kPairs - 1;
+  static_assert((kLastLane + 1) * kPairs * 4 == kHeadDim && kLastLane < kHeadLanes);
   using Pairs = Vec<uint32_t, kPairs>;
 
   __device__ static void run(const Args& p, const OutputProjection& projection = {}) {
@@ -122,7 +129,9 @@ struct DecodeAttention {
     const int new_tile = old_len / kTileKeys;
 
     // The operands of the heads other than qkv.
-    const int first_row = threadIdx.x / kHeadLanes, head_lane = threadIdx.x % kHeadLanes;
+    const int first_row = threadIdx.x / kHeadLanes;
+    const int head_lane = min(static_cast<int>(threadIdx.x) % kHeadLanes, kLastLane);
+    const bool is_counted = kLastLane == kHeadLanes - 1 || threadIdx.x % kHeadLanes <= kLastLane;
     const bool has_new = kCluster ? (new_tile & (num_ranks - 1)) == rank
                                   : new_tile >= begin_tile && new_tile < end_tile;
     const int num_rows = num_group_heads + (has_new ? 2 : 0);  // the query heads, the new key, the new value
@@ -158,16 +167,28 @@ struct DecodeAttention {
       const bool is_valid = static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks);
       if (!is_valid) bad_tile = first_tile + i * tile_stride;
       const int key = (first_tile + i * tile_stride) * kTileKeys;
-      constexpr int kStep = 32 / Rows::kChunks;  // rows that the warp copies at once
-      const int row = lane / Rows::kChunks, column = lane % Rows::kChunks;
-      const long long token = static_cast<long long>(is_valid ? id : 0) * kBlockSize + key % kBlockSize + row;
-      const Stored* source = static_cast<const Stored*>(is_value ? p.v_cache : p.k_cache) + token * pitch +
-                             kv_head * kHeadDim + column * Tile::kChunkLen;
+      const long long token = static_cast<long long>(is_valid ? id : 0) * kBlockSize + key % kBlockSize;
+      const Stored* source =
+          static_cast<const Stored*>(is_value ? p.v_cache : p.k_cache) + token * pitch + kv_head * kHeadDim;
       const uint32_t target = ring + slot * kTileBytes;
+      if constexpr (32 % Rows::kChunks == 0) {
+        constexpr int kStep = 32 / Rows::kChunks;  // rows that the warp copies at once
+        const int row = lane / Rows::kChunks, column = lane % Rows::kChunks;
+        source += row * pitch + column * Tile::kChunkLen;
 #pragma unroll
-      for (int j = 0; j < kTileKeys / kStep; ++j) {
-        cp_async_16(target + Rows::offset(row + j * kStep, column), source, is_valid);
-        source += kStep * pitch;
+        for (int j = 0; j < kTileKeys / kStep; ++j) {
+          cp_async_16(target + Rows::offset(row + j * kStep, column), source, is_valid);
+          source += kStep * pitch;
+        }
+      } else {
+        constexpr int kTileChunks = kTileKeys * Rows::kChunks;
+#pragma unroll
+        for (int begin = 0; begin < kTileChunks; begin += 32) {
+          const int index = begin + lane, row = index / Rows::kChunks, column = index % Rows::kChunks;
+          if (begin + 32 <= kTileChunks || index < kTileChunks) {
+            cp_async_16(target + Rows::offset(row, column), source + row * pitch + column * Tile::kChunkLen, is_valid);
+          }
+        }
       }
     };
     const auto fill = [&](int begin, int end) {
@@ -198,9 +219,11 @@ struct DecodeAttention {
     }
 #if __CUDA_ARCH__ >= 900
     const uint32_t barrier = shared + kBarrierAt;
-    const int slice = num_group_heads * kVectors >> ranks_log2;  // float4 in this block's slice of out
-    const int num_partials = min(num_ranks, end_tile);           // the blocks that have keys
-    int reciprocal = 65536 / num_group_heads + 1;
+    // The output is divided into slices of this many float4, of which the last may be shorter or empty.
+    const int slice = (num_group_heads * kVectors + num_ranks - 1) >> ranks_log2;
+    const int own_slice = max(0, min(slice, num_group_heads * kVectors - rank * slice));
+    const int num_partials = min(num_ranks, end_tile);  // the blocks that have keys
+    int reciprocal = (1 << kReciprocalBits) / slice + 1;
     asm volatile("" : "+r"(reciprocal));  // computed here, as time counts at its use
     if constexpr (kCluster) {
       if (num_ranks > 1) {
@@ -210,7 +233,7 @@ struct DecodeAttention {
         }
         __syncwarp();
         if (threadIdx.x == 0) {
-          const int bytes = kProjects ? Projected::kPartialBytes : slice * 24;
+          const int bytes = kProjects ? Projected::kPartialBytes : own_slice * 24;
           mbarrier_arrive_expect(barrier, num_partials * bytes);
         }
         __syncwarp();
@@ -258,6 +281,7 @@ struct DecodeAttention {
         const float2 left = unpack_pair<T>(a[j]), right = unpack_pair<T>(b[j]);
         sum += left.x * left.x + left.y * left.y + right.x * right.x + right.y * right.y;
       }
+      if (!is_counted) sum = 0.0f;
 #pragma unroll
       for (int offset = kHeadLanes / 2; offset > 0; offset >>= 1) {
         sum += __shfl_xor_sync(kFullWarp, sum, offset);
@@ -312,14 +336,16 @@ struct DecodeAttention {
       if constexpr (Tile::kIsFp8) {
         const unsigned char* dims = head_rows + (lane >> 2) * kRowBytes + step * 32 + (lane & 3) * 8;
         Tile::order_query(*reinterpret_cast<const uint2*>(dims), q[step]);
-        Tile::order_query(*reinterpret_cast<const uint2*>(dims + 32), q[step + 1]);
+        if (step + 1 < kDimSteps) Tile::order_query(*reinterpret_cast<const uint2*>(dims + 32), q[step + 1]);
       } else {
         uint32_t r[4];
         ldmatrix_x4(r, shared + kRowsAt + (lane & 7) * kRowBytes + step * 32 + (lane >> 3) * 16);
         q[step][0] = r[0];
         q[step][1] = r[1];
-        q[step + 1][0] = r[2];
-        q[step + 1][1] = r[3];
+        if (step + 1 < kDimSteps) {  // what was read past the last dims is another row's or padding
+          q[step + 1][0] = r[2];
+          q[step + 1][1] = r[3];
+        }
       }
     }
 
@@ -484,7 +510,7 @@ struct DecodeAttention {
           store_out(out + index * 4, total, l);
         } else if constexpr (kCluster) {
 #if __CUDA_ARCH__ >= 900
-          const int owner = ((index << ranks_log2) / kVectors) * reciprocal >> 16;  // index / slice
+          const int owner = index * reciprocal >> kReciprocalBits;  // index / slice
           const int place = rank * (slice + kReceivePad) + index - owner * slice;
           const uint32_t remote = cluster_address(shared, owner);
           cluster_store_async(remote + kReceiveAt + place * 16, remote + kBarrierAt, total);
@@ -529,7 +555,7 @@ struct DecodeAttention {
     } else if constexpr (kCluster) {
 #if __CUDA_ARCH__ >= 900
       if (num_ranks == 1) return;
-      combine_slice<T, kThreads>(out, kReceiveAt, kReceiveStatsAt, barrier, slice, num_partials, rank);
+      combine_slice<T, kThreads>(out, kReceiveAt, kReceiveStatsAt, barrier, slice, own_slice, num_partials, rank);
 #endif
     } else {
       if (num_chunks > 1) {

@@ -149,13 +149,25 @@ kernels! {
     }
     "attention/fused" {
         ATTENTION_FUSED_CHUNKED_D128 "xserv_attention_fused_chunked_d128" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_D256 "xserv_attention_fused_chunked_d256" f16 bf16;
         ATTENTION_FUSED_CHUNKED_D64 "xserv_attention_fused_chunked_d64" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_D80 "xserv_attention_fused_chunked_d80" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_D96 "xserv_attention_fused_chunked_d96" f16 bf16;
         ATTENTION_FUSED_CHUNKED_FP8_D128 "xserv_attention_fused_chunked_fp8_d128" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_FP8_D256 "xserv_attention_fused_chunked_fp8_d256" f16 bf16;
         ATTENTION_FUSED_CHUNKED_FP8_D64 "xserv_attention_fused_chunked_fp8_d64" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_FP8_D80 "xserv_attention_fused_chunked_fp8_d80" f16 bf16;
+        ATTENTION_FUSED_CHUNKED_FP8_D96 "xserv_attention_fused_chunked_fp8_d96" f16 bf16;
         ATTENTION_FUSED_CLUSTER_D128 "xserv_attention_fused_cluster_d128" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_D256 "xserv_attention_fused_cluster_d256" f16 bf16;
         ATTENTION_FUSED_CLUSTER_D64 "xserv_attention_fused_cluster_d64" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_D80 "xserv_attention_fused_cluster_d80" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_D96 "xserv_attention_fused_cluster_d96" f16 bf16;
         ATTENTION_FUSED_CLUSTER_FP8_D128 "xserv_attention_fused_cluster_fp8_d128" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_FP8_D256 "xserv_attention_fused_cluster_fp8_d256" f16 bf16;
         ATTENTION_FUSED_CLUSTER_FP8_D64 "xserv_attention_fused_cluster_fp8_d64" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_FP8_D80 "xserv_attention_fused_cluster_fp8_d80" f16 bf16;
+        ATTENTION_FUSED_CLUSTER_FP8_D96 "xserv_attention_fused_cluster_fp8_d96" f16 bf16;
     }
     "attention/fused_project" {
         ATTENTION_FUSED_PROJECT_2 "xserv_attention_fused_project_2" f16 bf16;

@@ -1,10 +1,11 @@
 //! Everything between the projection to q, k, v and the output projection for sequences with one
 //! new token: `csrc/ops/attention/fused.cu`.
 
-use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
+use crate::ops::attention::cuda_fused_kernels::{fused_kernel, FusedKernel};
 use crate::ops::attention::cuda_params::GROUP_HEADS;
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::{layout, KvSlots};
@@ -219,46 +220,20 @@ impl Division {
     }
 }
 
-/// The dynamic shared memory of the kernels by form and head_dim, in bytes; they check it. The
-/// first form needs the most. With twice as many tiles of half the size in flight, a cache of 8-bit
-/// floats needs as much, but for the padding of rows of 64.
-const SHARED_BYTES: u32 = 107_952;
-const CLUSTER_D64_BYTES: u32 = 54_448;
-const CLUSTER_FP8_D64_BYTES: u32 = 66_736;
-const CHUNKED_D128_BYTES: u32 = 68_272;
-const CHUNKED_D64_BYTES: u32 = 34_224;
-const CHUNKED_FP8_D64_BYTES: u32 = 42_416;
-
-/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
-#[cfg(test)]
-pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
-    [
-        ("chunked_d64", CHUNKED_D64_BYTES),
-        ("chunked_d128", CHUNKED_D128_BYTES),
-        ("cluster_d64", CLUSTER_D64_BYTES),
-        ("cluster_d128", SHARED_BYTES),
-        ("chunked_fp8_d64", CHUNKED_FP8_D64_BYTES),
-        ("chunked_fp8_d128", CHUNKED_D128_BYTES),
-        ("cluster_fp8_d64", CLUSTER_FP8_D64_BYTES),
-        ("cluster_fp8_d128", SHARED_BYTES),
-    ]
-    .map(|(name, bytes)| (format!("attention_fused_{name}"), bytes))
-    .into()
-}
-
-/// Whether the kernel is compiled for heads of `head_dim` elements.
+/// Whether the kernels are compiled for heads of `head_dim` elements.
 pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
-    matches!(head_dim, 64 | 128)
+    fused_kernel(head_dim as i64, true, false).is_some()
 }
 
-/// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
+/// Whether the chip and the build have the kernels, and they serve heads of `head_dim` elements.
 pub fn has_attention_fused(context: &ComputeContext, head_dim: usize) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
     let info = cuda.device().info();
-    Ok(is_fused_head_dim(head_dim)
-        && info.compute_capability.0 >= 9
-        && info.shared_memory_bytes >= SHARED_BYTES as usize
-        && cuda.has_kernel(kernels::ATTENTION_FUSED_CLUSTER_D128.bf16)?)
+    // The form of clusters needs the most memory, of a cache of 8-bit floats with the padding of its rows.
+    let Some(kernel) = fused_kernel(head_dim as i64, true, true) else { return Ok(false) };
+    Ok(info.compute_capability.0 >= 9
+        && info.shared_memory_bytes >= kernel.shared_bytes as usize
+        && cuda.has_kernel(kernel.kernel.bf16)?)
 }
 
 pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
@@ -345,7 +320,7 @@ pub(super) fn arguments(
 
 /// Computes the attention of one new token per sequence; see the head of the file. qkv [num_seqs,
 /// num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out [num_seqs, num_heads,
-/// head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens, in the cache
+/// head_dim]; of f16 or bf16, heads of 64, 80, 96, 128 or 256 elements without gaps, blocks of 32 tokens, in the cache
 /// also of 8-bit floats.
 ///
 /// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be
@@ -389,24 +364,17 @@ pub fn attention_fused(
         ..arguments
     };
     let is_cluster = matches!(division, Division::Cluster(_));
-    let (kernel, shared_bytes) = match (is_cluster, head_dim, is_fp8) {
-        (true, 64, false) => (kernels::ATTENTION_FUSED_CLUSTER_D64, CLUSTER_D64_BYTES),
-        (true, 64, true) => (kernels::ATTENTION_FUSED_CLUSTER_FP8_D64, CLUSTER_FP8_D64_BYTES),
-        (true, _, false) => (kernels::ATTENTION_FUSED_CLUSTER_D128, SHARED_BYTES),
-        (true, _, true) => (kernels::ATTENTION_FUSED_CLUSTER_FP8_D128, SHARED_BYTES),
-        (false, 64, false) => (kernels::ATTENTION_FUSED_CHUNKED_D64, CHUNKED_D64_BYTES),
-        (false, 64, true) => (kernels::ATTENTION_FUSED_CHUNKED_FP8_D64, CHUNKED_FP8_D64_BYTES),
-        (false, _, false) => (kernels::ATTENTION_FUSED_CHUNKED_D128, CHUNKED_D128_BYTES),
-        (false, _, true) => (kernels::ATTENTION_FUSED_CHUNKED_FP8_D128, CHUNKED_D128_BYTES),
+    let Some(found) = fused_kernel(head_dim, is_cluster, is_fp8) else {
+        return Err(Error::internal(format!("fused attention of heads of {head_dim} elements")));
     };
+    let FusedKernel { kernel, threads, shared_bytes } = found;
     let kernel = kernel.of_half(dtype)?;
-    let block = if is_cluster { 256 } else { 128 };
     let units = int(units)? as u32;
     let first = if is_cluster { cluster } else { max_chunks as u32 };
     if units > 65535 || num_seqs > 65535 {
         return Err(Error::unsupported(format!("{num_seqs} sequences of {num_heads} heads")));
     }
-    let launch = Launch { grid: (first, units, num_seqs as u32), block, shared_bytes };
+    let launch = Launch { grid: (first, units, num_seqs as u32), block: threads, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
     // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have
     // their places, and the kernel follows no block, slot or position beyond the cache and the

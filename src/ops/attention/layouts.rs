@@ -5,7 +5,8 @@ pub(in crate::ops) use super::cuda_flash::shared_bytes as flash_shared_bytes;
 pub(in crate::ops) use super::cuda_flash_wgmma::{
     shared_bytes as flash_wgmma_shared_bytes, AttentionFlashWgmmaParams, SEGMENT_KEYS,
 };
-pub(in crate::ops) use super::cuda_fused::{shared_bytes as fused_shared_bytes, FusedArgs};
+pub(in crate::ops) use super::cuda_fused::FusedArgs;
+pub(in crate::ops) use super::cuda_fused_kernels::shared_bytes as fused_shared_bytes;
 pub(in crate::ops) use super::cuda_fused_project::{
     shared_bytes as fused_project_shared_bytes, FusedProjectArgs, OutputProjection,
 };

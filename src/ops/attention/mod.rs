@@ -23,6 +23,7 @@ mod cpu_online_tiles;
 pub mod cpu_paged;
 mod cpu_widen;
 pub mod cuda_fused;
+mod cuda_fused_kernels;
 pub mod cuda_fused_project;
 mod cuda_split_kv;
 mod widened;

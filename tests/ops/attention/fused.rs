@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::support::device::{
     assert_near, cuda_context, decode, download, product, round, unit, Bench, HALVES,
 };
+use super::tensors::FUSED_DIMS;
 use crate::support::{fp8, reference, rounded};
 use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
@@ -323,12 +324,28 @@ fn check_fused(
     }
 }
 
+/// All lengths, and such as clusters do not divide among their blocks.
+const HEADS_OF_ATTENTION: [Heads; 12] = [
+    (16, 8, 128),
+    (8, 2, 128),
+    (7, 1, 128),
+    (8, 8, 64),
+    (14, 2, 64),
+    (12, 1, 64),
+    (5, 1, 80),
+    (16, 8, 80),
+    (12, 1, 96),
+    (6, 3, 96),
+    (4, 2, 256),
+    (9, 1, 256),
+];
+
 /// Groups of query heads that are one, few, eight and more; clusters of every size and chunks of
 /// every length, which the number of sequences and the room of their tables decide on.
 #[test]
 fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };
-    if !has_attention_fused(&context, 64).unwrap() || !has_attention_fused(&context, 128).unwrap() {
+    if !FUSED_DIMS.iter().all(|&dim| has_attention_fused(&context, dim).unwrap()) {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -356,8 +373,7 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
         (&[3100, 257, 1, 512], 512),
     ];
     for dtype in HALVES {
-        for heads in [(16, 8, 128), (8, 2, 128), (7, 1, 128), (8, 8, 64), (14, 2, 64), (12, 1, 64)]
-        {
+        for heads in HEADS_OF_ATTENTION {
             for batch in batches {
                 check_fused(&context, dtype, heads, batch, (true, Fault::None, false));
                 check_fused(&context, dtype, heads, batch, (false, Fault::None, false));
@@ -378,7 +394,9 @@ fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
         for batch in [(&[700, 40][..], 32), (&[700, 40, 1, 2, 33], 66)] {
             for is_fp8 in [false, true] {
                 let how = (true, fault, is_fp8);
-                check_fused(&context, DType::BF16, (16, 8, 128), batch, how);
+                for heads in [(16, 8, 128), (6, 3, 96)] {
+                    check_fused(&context, DType::BF16, heads, batch, how);
+                }
             }
         }
     }
