@@ -11,6 +11,7 @@ pub(crate) mod math;
 mod pool;
 pub(crate) mod portable;
 pub(crate) mod simd;
+pub(crate) mod streaming;
 pub(crate) mod tile;
 pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
@@ -24,6 +25,7 @@ pub use isa::Isa;
 pub use pool::MAX_THREADS;
 use portable::{Emulated, Portable};
 use simd::Kernel;
+pub(crate) use streaming::Streaming;
 
 /// Below this many elements an elementwise operator stays on the calling thread: waking another
 /// core and moving the lines there costs more than the work.
@@ -33,7 +35,7 @@ const PARALLEL_ELEMENTS: usize = 32 * 1024;
 pub struct CpuBackend {
     isa: Isa,
     has_byte_dot: bool,
-    prefetch_bytes: usize,
+    streaming: Streaming,
     name: String,
     pool: pool::Pool,
 }
@@ -56,8 +58,8 @@ impl CpuBackend {
         let pool = pool::Pool::new(num_threads)?;
         let plural = if num_threads == 1 { "" } else { "s" };
         let name = format!("cpu ({}, {num_threads} thread{plural})", isa.name());
-        let (has_byte_dot, prefetch_bytes) = (isa.has_byte_dot(), isa::prefetch_bytes());
-        Ok(CpuBackend { isa, has_byte_dot, prefetch_bytes, name, pool })
+        let (has_byte_dot, streaming) = (isa.has_byte_dot(), Streaming::detect());
+        Ok(CpuBackend { isa, has_byte_dot, streaming, name, pool })
     }
 
     /// Returns the backend without the instructions that multiply bytes, which some machines add to
@@ -86,9 +88,9 @@ impl CpuBackend {
         self.isa.has_tiles()
     }
 
-    /// Returns by how many bytes kernels prefetch weights of which they have few rows; 0: not at all.
-    pub(crate) fn prefetch_bytes(&self) -> usize {
-        self.prefetch_bytes
+    /// Returns how kernels fetch a matrix of which they have few rows.
+    pub(crate) fn streaming(&self) -> Streaming {
+        self.streaming
     }
 
     /// Returns a name for people, such as `cpu (avx512-bf16, 2 threads)`.

@@ -8,6 +8,7 @@
 //! ([`super::tile`]) use [`Vector16`], sixteen f32 columns, directly.
 
 use super::math::fp8_to_f32;
+use super::streaming::Ahead;
 use super::tiles::TileUnit;
 use crate::memory::Plain;
 
@@ -301,8 +302,8 @@ pub struct Operands<E: Element> {
     pub b_stride: usize,
     /// Whether `b` lies in tiles of 16 steps by 16 columns.
     pub in_tiles: bool,
-    /// The distance, in bytes, by which `b` is prefetched ahead of the reads; 0 to disable.
-    pub prefetch_bytes: usize,
+    /// How far `b` is prefetched.
+    pub ahead: Ahead,
     /// [rows, 16 * groups] f32, rows `out_stride` elements apart.
     pub out: *mut f32,
     /// Elements from row to row of `out`.

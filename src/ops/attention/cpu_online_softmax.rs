@@ -10,6 +10,7 @@
 
 use crate::backend::cpu::math::sum_lanes;
 use crate::backend::cpu::simd::Vector16;
+use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{tile_rows, Element, Operands, MAX_ROWS};
 use crate::ops::kv_cache::layout::{BLOCK_SIZE, MAX_HEAD_DIM};
 
@@ -112,7 +113,7 @@ unsafe impl<E: Element> Keys for KeyPanel<E> {
             b: self.start,
             b_stride: BLOCK_SIZE * E::K_STEP,
             in_tiles: false,
-            prefetch_bytes: self.ahead,
+            ahead: Ahead::far(self.ahead),
             out,
             out_stride: BLOCK_SIZE,
             accumulate: false,
@@ -273,7 +274,7 @@ impl<'a> Online<'a> {
             b: values.start,
             b_stride: values.stride,
             in_tiles: false,
-            prefetch_bytes: values.ahead,
+            ahead: Ahead::far(values.ahead),
             out: self.memory.sums[row * value_columns..].as_mut_ptr(),
             out_stride: value_columns,
             accumulate: true,

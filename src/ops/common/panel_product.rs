@@ -4,8 +4,9 @@
 //! An element is summed over k in one order whatever the number of rows and of threads.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS, TILE_STEPS};
-use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
 use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PairOrder, PANEL_COLUMNS};
@@ -21,6 +22,11 @@ const TASK_ROWS: usize = 16 * MAX_ROWS;
 /// ones halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in
 /// f32 from stretch to stretch, so that the bits are those of one go.
 const STRETCH: usize = 2048;
+/// Up to this many rows, in two strips, a panel is multiplied in stretches of so many bytes where they stay in
+/// the first-level cache ([`Streaming::has_near_stretches`]). With three strips, keeping the sums costs what it saves
+/// (Zen 5). A stretch has whole tiles of steps.
+const NEAR_ROWS: usize = 2 * MAX_ROWS;
+const NEAR_BYTES: usize = 8192;
 /// The number of columns of one vector group.
 const GROUPS: usize = PANEL_COLUMNS / 16;
 
@@ -244,7 +250,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it
             // is not used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
-            prefetch_bytes: backend.prefetch_bytes(),
+            streaming: backend.streaming(),
             units: &units,
             next_unit: &next_unit,
         };
@@ -299,8 +305,7 @@ struct Lane<'a, P, M> {
     own_panel: Option<*mut f32>,
     /// The sums of this lane alone, [num_rows, 64], when they are to be taken in stretches.
     sums: Option<*mut f32>,
-    /// By how many bytes few rows prefetch.
-    prefetch_bytes: usize,
+    streaming: Streaming,
     units: &'a Units,
     next_unit: &'a AtomicUsize,
 }
@@ -392,6 +397,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         let first_column = panel * PANEL_COLUMNS;
         let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
         let few_rows = self.num_rows < WIDEN_FROM_ROWS;
+        let ahead = if few_rows { self.streaming.floats(self.num_rows) } else { Ahead::NONE };
         // This computes the strip of up to MAX_ROWS rows from `row` on, summed over some steps,
         // into `out`.
         let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {
@@ -407,7 +413,8 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                     b: b.add(steps.start * step_len),
                     b_stride,
                     in_tiles,
-                    prefetch_bytes: if few_rows { self.prefetch_bytes } else { 0 },
+                    // Later strips find what the first one has asked for.
+                    ahead: if row == rows.start { ahead } else { Ahead::NONE },
                     out,
                     out_stride: PANEL_COLUMNS,
                     accumulate: steps.start > 0,
@@ -417,6 +424,20 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
             count
         };
         let Some(sums) = self.sums else {
+            let near_rows = MAX_ROWS + 1..=NEAR_ROWS;
+            if near_rows.contains(&rows.len()) && self.streaming.has_near_stretches() {
+                let stretch = NEAR_BYTES / (step_len * size_of::<E::Weight>());
+                let mut sums = [0.0f32; NEAR_ROWS * PANEL_COLUMNS];
+                for first_step in (0..num_steps).step_by(stretch) {
+                    let steps = first_step..(first_step + stretch).min(num_steps);
+                    let sums = sums.chunks_mut(MAX_ROWS * PANEL_COLUMNS);
+                    for (row, sums) in rows.clone().step_by(MAX_ROWS).zip(sums) {
+                        strip(row, steps.clone(), sums.as_mut_ptr());
+                    }
+                }
+                self.epilogue.store::<S>(&sums, rows.start, rows.len(), columns);
+                return;
+            }
             let mut sums = [0.0f32; MAX_ROWS * PANEL_COLUMNS];
             let mut row = rows.start;
             while row < rows.end {

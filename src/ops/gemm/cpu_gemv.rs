@@ -2,6 +2,7 @@
 
 use crate::backend::cpu::math::{sum_lanes, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
+use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{prefetch, tile_rows, Element, Operands, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
@@ -184,7 +185,7 @@ impl<T: Storage> Skinny<'_, T> {
                         b: self.matrix[at..].as_ptr().cast::<Weight<S, T>>(),
                         b_stride: self.matrix_stride,
                         in_tiles: false,
-                        prefetch_bytes: 0,
+                        ahead: Ahead::NONE,
                         out: sums[vector][column..].as_mut_ptr(),
                         out_stride: COLUMNS,
                         accumulate: first > 0,

@@ -16,8 +16,8 @@ use crate::backend::cpu::dot::{
     DotKernel, Dots, MAX_ACTIVATION, MAX_BYTE_ACTIVATION, MAX_SUMMED, UNIT,
 };
 use crate::backend::cpu::simd::{Simd, Vector16};
-use crate::backend::cpu::tile::prefetch;
-use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::backend::cpu::streaming::Ahead;
+use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
 use crate::error::Result;
 use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
@@ -34,6 +34,8 @@ const TILE_ROWS: usize = 32;
 /// With more rows than are multiplied at a time, codes of about so many bytes are multiplied by all
 /// rows of a tile before the next ones: they stay in the cache meanwhile.
 const STRETCH_BYTES: usize = 128 << 10;
+/// The same where few rows keep codes in the first-level cache ([`Streaming::has_near_stretches`]).
+const NEAR_STRETCH_BYTES: usize = 4 << 10;
 /// The rows from which on they are made integers on all threads.
 const MANY_ROWS: usize = 8;
 
@@ -107,7 +109,7 @@ pub(super) fn multiply_integers<P: Epilogue>(
             num_units,
             num_segments,
             epilogue,
-            prefetch_bytes: backend.prefetch_bytes(),
+            streaming: backend.streaming(),
             work: &work,
             next: &next,
         });
@@ -220,8 +222,7 @@ struct Lane<'a, P> {
     num_units: usize,
     num_segments: usize,
     epilogue: &'a P,
-    /// By how many bytes a single row prefetches.
-    prefetch_bytes: usize,
+    streaming: Streaming,
     work: &'a Units,
     next: &'a AtomicUsize,
 }
@@ -278,18 +279,29 @@ impl<P: Epilogue> Lane<'_, P> {
         let num_blocks = rows.len().div_ceil(most_rows).max(1);
         let block_rows = rows.len().div_ceil(num_blocks).max(1);
         let num_segments = self.num_segments;
-        let segment_bytes = (MAX_SUMMED / UNIT) * unit_bytes(code);
-        let stretch = if num_blocks == 1 { num_segments } else { STRETCH_BYTES / segment_bytes };
-        for first in (0..num_segments).step_by(stretch.max(1)) {
+        let is_few = rows.len() < TILE_ROWS;
+        let stretch = if num_blocks == 1 {
+            num_segments
+        } else if is_few && self.streaming.has_near_stretches() {
+            let segment_inputs = self.division.inputs.segment_places(0).len();
+            NEAR_STRETCH_BYTES / (segment_inputs.div_ceil(UNIT).max(1) * unit_bytes(code))
+        } else {
+            STRETCH_BYTES / ((MAX_SUMMED / UNIT) * unit_bytes(code))
+        };
+        let stretch = stretch.max(1);
+        let ahead = if is_few { self.streaming.integers(rows.len()) } else { Ahead::NONE };
+        for first in (0..num_segments).step_by(stretch) {
             let segments = first..num_segments.min(first + stretch);
             let sums = sums.chunks_mut(block_rows * PANEL_COLUMNS);
             for (row, sums) in rows.clone().step_by(block_rows).zip(sums) {
                 let segments = segments.clone();
+                // Later blocks find what the first one has asked for.
+                let ahead = if row == rows.start { ahead } else { Ahead::NONE };
                 match (rows.end - row).min(block_rows) {
-                    1 => self.rows::<S, D, 1, BYTES>(code, panel, row, segments, sums),
-                    2 => self.rows::<S, D, 2, BYTES>(code, panel, row, segments, sums),
-                    3 => self.rows::<S, D, 3, BYTES>(code, panel, row, segments, sums),
-                    _ => self.rows::<S, D, 4, BYTES>(code, panel, row, segments, sums),
+                    1 => self.rows::<S, D, 1, BYTES>(code, panel, row, segments, ahead, sums),
+                    2 => self.rows::<S, D, 2, BYTES>(code, panel, row, segments, ahead, sums),
+                    3 => self.rows::<S, D, 3, BYTES>(code, panel, row, segments, ahead, sums),
+                    _ => self.rows::<S, D, 4, BYTES>(code, panel, row, segments, ahead, sums),
                 }
             }
         }
@@ -308,6 +320,7 @@ impl<P: Epilogue> Lane<'_, P> {
         panel: usize,
         row: usize,
         segments: Range<usize>,
+        ahead: Ahead,
         sums: &mut [f32],
     ) {
         let most_rows = if BYTES { D::MAX_BYTE_ROWS } else { D::MAX_ROWS };
@@ -316,15 +329,14 @@ impl<P: Epilogue> Lane<'_, P> {
         }
         let (num_units, num_segments) = (self.num_units, self.num_segments);
         let pair_bytes = unit_bytes(code) / 2;
-        let prefetch_bytes = if ROWS == 1 { self.prefetch_bytes } else { 0 };
         for segment in segments {
             let index = row * num_segments + segment;
             let Some(segment) = self.weight.segment(self.division, panel, segment) else { return };
             let first = row * num_units + segment.first_unit;
-            if prefetch_bytes > 0 {
+            if ahead.bytes > 0 {
                 // Codes are prefetched one by one; the lines between them must not be missing.
                 for line in segment.group.head().chunks(64) {
-                    prefetch(line.as_ptr().wrapping_add(prefetch_bytes));
+                    ahead.prefetch(line.as_ptr());
                 }
             }
             for first_pair in (0..2).step_by(D::PAIRS) {
@@ -338,9 +350,9 @@ impl<P: Epilogue> Lane<'_, P> {
                     let mut x = self.units.add(first);
                     for codes in segment.codes.chunks_exact(unit_bytes(code)) {
                         let codes = codes.as_ptr();
-                        if prefetch_bytes > 0 && first_pair == 0 {
+                        if ahead.bytes > 0 && first_pair == 0 {
                             for line in (0..2 * pair_bytes).step_by(64) {
-                                prefetch(codes.wrapping_add(prefetch_bytes + line));
+                                ahead.prefetch(codes.wrapping_add(line));
                             }
                         }
                         for pair in pairs.clone() {

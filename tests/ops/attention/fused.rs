@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
+use super::tensors::FUSED_DIMS;
 use crate::support::device::{
     assert_near, cuda_context, decode, download, product, round, unit, Bench, HALVES,
 };
-use super::tensors::FUSED_DIMS;
 use crate::support::{fp8, reference, rounded};
 use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
