@@ -247,15 +247,13 @@ unsafe impl Vector16 for [__m256; 2] {
         // SAFETY: the caller has AVX2 and 16 readable bytes.
         unsafe {
             let bytes = _mm_loadu_si128(source.cast());
-            let (magnitude, sign) = (_mm256_set1_epi32(0x7f), _mm256_set1_epi32(0x80));
-            // 2^120 makes up for the difference of the two biases of exponents.
+            // The sign is extended to where f32 has it; 2^120 makes up for the difference of the two biases of
+            // exponents.
+            let kept = _mm256_set1_epi32(0x87f0_0000_u32 as i32);
             let factor = _mm256_castsi256_ps(_mm256_set1_epi32(247 << 23));
             [bytes, _mm_srli_si128::<8>(bytes)].map(|bytes| {
-                let v = _mm256_cvtepu8_epi32(bytes);
-                let bits = _mm256_or_si256(
-                    _mm256_slli_epi32::<20>(_mm256_and_si256(v, magnitude)),
-                    _mm256_slli_epi32::<24>(_mm256_and_si256(v, sign)),
-                );
+                let v = _mm256_slli_epi32::<20>(_mm256_cvtepi8_epi32(bytes));
+                let bits = _mm256_and_si256(v, kept);
                 _mm256_mul_ps(_mm256_castsi256_ps(bits), factor)
             })
         }
@@ -503,12 +501,11 @@ unsafe impl Vector16 for __m512 {
     unsafe fn load_fp8(source: *const u8) -> Self {
         // SAFETY: the caller has AVX-512 F and 16 readable bytes.
         unsafe {
-            let v = _mm512_cvtepu8_epi32(_mm_loadu_si128(source.cast()));
-            let magnitude = _mm512_and_si512(v, _mm512_set1_epi32(0x7f));
-            let sign = _mm512_and_si512(v, _mm512_set1_epi32(0x80));
-            let bits =
-                _mm512_or_si512(_mm512_slli_epi32::<20>(magnitude), _mm512_slli_epi32::<24>(sign));
-            // 2^120 makes up for the difference of the two biases of exponents.
+            // The sign is extended to where f32 has it; 2^120 makes up for the difference of the two biases of
+            // exponents.
+            let kept = _mm512_set1_epi32(0x87f0_0000_u32 as i32);
+            let v = _mm512_slli_epi32::<20>(_mm512_cvtepi8_epi32(_mm_loadu_si128(source.cast())));
+            let bits = _mm512_and_si512(v, kept);
             let factor = _mm512_castsi512_ps(_mm512_set1_epi32(247 << 23));
             _mm512_mul_ps(_mm512_castsi512_ps(bits), factor)
         }

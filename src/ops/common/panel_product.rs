@@ -397,7 +397,10 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         let first_column = panel * PANEL_COLUMNS;
         let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
         let few_rows = self.num_rows < WIDEN_FROM_ROWS;
-        let ahead = if few_rows { self.streaming.floats(self.num_rows) } else { Ahead::NONE };
+        // A panel of this lane's is in the cache already.
+        let comes_from_memory = few_rows && self.own_panel.is_none();
+        let ahead =
+            if comes_from_memory { self.streaming.floats(self.num_rows) } else { Ahead::NONE };
         // This computes the strip of up to MAX_ROWS rows from `row` on, summed over some steps,
         // into `out`.
         let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {

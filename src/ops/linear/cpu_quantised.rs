@@ -11,7 +11,8 @@ use super::cpu_integer_rows::{TileLayout, MANY_ROWS};
 use super::cpu_integer_tiles::{multiply_integer_tiles, scratch_bytes};
 use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::backend::cpu::streaming::Ahead;
+use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
 use crate::error::Result;
 use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
@@ -155,7 +156,8 @@ pub(super) fn multiply_quantised<P: Epilogue>(
     }
     let next_panel = AtomicUsize::new(0);
     let lane = |_: usize| {
-        backend.run(FewRows { x, num_rows, weight, epilogue, next_panel: &next_panel });
+        let streaming = backend.streaming();
+        backend.run(FewRows { x, num_rows, weight, epilogue, streaming, next_panel: &next_panel });
     };
     backend.parallel_for(backend.num_threads().min(weight.num_panels()), &lane)
 }
@@ -214,6 +216,7 @@ struct FewRows<'a, P> {
     num_rows: usize,
     weight: &'a QuantisedPanels,
     epilogue: &'a P,
+    streaming: Streaming,
     next_panel: &'a AtomicUsize,
 }
 
@@ -234,7 +237,9 @@ impl<P: Epilogue> Kernel for FewRows<'_, P> {
                 let count = BLOCK_ROWS.min(self.num_rows - row);
                 let x = &self.x[row * in_features..(row + count) * in_features];
                 let mut sums = [0.0_f32; BLOCK_ROWS * PANEL_COLUMNS];
-                block::<S>(self.weight, panel, x, count, &mut sums);
+                // Later blocks find what the first one has asked for.
+                let ahead = if row == 0 { self.streaming.integers(1) } else { Ahead::NONE };
+                block::<S>(self.weight, panel, x, count, ahead, &mut sums);
                 self.epilogue.store::<S>(&sums, row, count, columns.clone());
             }
         }
@@ -248,13 +253,14 @@ fn block<S: Simd>(
     panel: usize,
     x: &[f32],
     count: usize,
+    ahead: Ahead,
     sums: &mut [f32; BLOCK_ROWS * PANEL_COLUMNS],
 ) {
     match count {
-        1 => rows::<S, 1>(weight, panel, x, sums),
-        2 => rows::<S, 2>(weight, panel, x, sums),
-        3 => rows::<S, 3>(weight, panel, x, sums),
-        _ => rows::<S, BLOCK_ROWS>(weight, panel, x, sums),
+        1 => rows::<S, 1>(weight, panel, x, ahead, sums),
+        2 => rows::<S, 2>(weight, panel, x, ahead, sums),
+        3 => rows::<S, 3>(weight, panel, x, ahead, sums),
+        _ => rows::<S, BLOCK_ROWS>(weight, panel, x, ahead, sums),
     }
 }
 
@@ -265,6 +271,7 @@ fn rows<S: Simd, const ROWS: usize>(
     weight: &QuantisedPanels,
     panel: usize,
     x: &[f32],
+    ahead: Ahead,
     sums: &mut [f32; BLOCK_ROWS * PANEL_COLUMNS],
 ) {
     let in_features = weight.in_features();
@@ -284,7 +291,11 @@ fn rows<S: Simd, const ROWS: usize>(
                         S::Vector::load(sums.add(columns[1])),
                     ];
                 }
-                for place in group.places.clone() {
+                for (place, codes) in group.places.clone().zip(group.codes().chunks(PANEL_COLUMNS))
+                {
+                    if pair == 0 && ahead.bytes > 0 {
+                        ahead.prefetch(codes.as_ptr());
+                    }
                     let a = group.floats::<S::Vector>(place, columns[0] / 16).mul(scales[0]);
                     let b = group.floats::<S::Vector>(place, columns[1] / 16).mul(scales[1]);
                     for (row, held) in held.iter_mut().enumerate() {
