@@ -68,6 +68,13 @@ impl CpuBackend {
         CpuBackend { has_byte_dot: false, ..self }
     }
 
+    /// Returns the backend with the way in which a Zen 5 fetches the weights of few rows, or with none.
+    /// Results are the same.
+    pub fn with_near_stretches(self, has_them: bool) -> Self {
+        let streaming = if has_them { Streaming::Near } else { Streaming::ByItself };
+        CpuBackend { streaming, ..self }
+    }
+
     /// Returns the number of threads that compute, the calling one included.
     pub fn num_threads(&self) -> usize {
         self.pool.num_threads()

@@ -220,6 +220,10 @@ impl Division {
     }
 }
 
+/// The shared memory of a block on the chips that the kernels are for, which also have clusters of 16: Hopper and
+/// its successors in data centres have 227 KiB.
+const LEAST_SHARED_BYTES: u32 = 160 << 10;
+
 /// Whether the kernels are compiled for heads of `head_dim` elements.
 pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
     fused_kernel(head_dim as i64, true, false).is_some()
@@ -229,10 +233,9 @@ pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
 pub fn has_attention_fused(context: &ComputeContext, head_dim: usize) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
     let info = cuda.device().info();
-    // The form of clusters needs the most memory, of a cache of 8-bit floats with the padding of its rows.
-    let Some(kernel) = fused_kernel(head_dim as i64, true, true) else { return Ok(false) };
+    let Some(kernel) = fused_kernel(head_dim as i64, true, false) else { return Ok(false) };
     Ok(info.compute_capability.0 >= 9
-        && info.shared_memory_bytes >= kernel.shared_bytes as usize
+        && info.shared_memory_bytes >= LEAST_SHARED_BYTES as usize
         && cuda.has_kernel(kernel.kernel.bf16)?)
 }
 
@@ -385,6 +388,7 @@ pub fn attention_fused(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 
     #[test]
     fn few_sequences_have_many_blocks_each() {
@@ -422,6 +426,18 @@ mod tests {
         let heads = Heads { units: 8, num_heads: 32, per_kv: 4, dim: 64 };
         assert_eq!(Division::choose(2, &heads, 1024), Division::Cluster(8));
         assert_eq!(Division::choose(8, &heads, 4096), chunks(1024, 4));
+    }
+
+    #[test]
+    fn every_kernel_fits_the_chips_that_have_them() {
+        for head_dim in KERNEL_HEAD_DIMS {
+            for (is_cluster, is_fp8) in [(false, false), (false, true), (true, false), (true, true)]
+            {
+                let kernel = fused_kernel(head_dim, is_cluster, is_fp8).expect("a kernel");
+                assert!(kernel.shared_bytes <= LEAST_SHARED_BYTES, "{head_dim}");
+            }
+        }
+        assert!(!is_fused_head_dim(72));
     }
 
     #[test]

@@ -263,6 +263,27 @@ fn long_rows_have_the_same_bits_in_stretches_and_in_one_go() {
     }
 }
 
+/// Some processors multiply few rows in stretches that stay in the first-level cache.
+#[test]
+fn few_rows_have_the_same_bits_however_weights_are_fetched() {
+    let mut random = Random::new(8);
+    for form in FORMS {
+        // Whole stretches and a part, which ends within a tile.
+        let (k, n) = (301, 70);
+        let matrix = packed(&random.normals(k * n), n, k, form);
+        for num_tokens in [2, 3, 6, 7, 8, 12, 13] {
+            let x = random.normals(num_tokens * k);
+            for (near, plain) in backends(&[1]).into_iter().zip(backends(&[1])) {
+                let what = format!("{form:?}, {num_tokens} rows on {}", near.name());
+                let (near, plain) =
+                    (near.with_near_stretches(true), plain.with_near_stretches(false));
+                let expected = run(&plain, &x, num_tokens, &matrix);
+                assert_same_bits(&what, &run(&near, &x, num_tokens, &matrix), &expected);
+            }
+        }
+    }
+}
+
 #[test]
 fn converts_while_packing() {
     let mut random = Random::new(3);

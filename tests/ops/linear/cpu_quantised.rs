@@ -233,6 +233,27 @@ fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
     }
 }
 
+/// Some processors multiply few rows in stretches that stay in the first-level cache.
+#[test]
+fn few_rows_have_the_same_bits_however_codes_are_fetched() {
+    let mut random = Random::new(26);
+    let (k, n) = (777, 70);
+    for format in formats(&[32, 128, 777]) {
+        let matrix = random_matrix(&mut random, n, k, format, SIZE);
+        for num_tokens in [1, 2, 5, 8, 31] {
+            let x = random.normals(num_tokens * k);
+            for (near, plain) in backends(&[1]).into_iter().zip(backends(&[1])) {
+                let what = format!("{format:?}, {num_tokens} rows on {}", near.name());
+                let (near, plain) =
+                    (near.with_near_stretches(true), plain.with_near_stretches(false));
+                let packed = QuantisedPanels::pack(&plain, &matrix).unwrap();
+                let expected = run(&plain, &x, num_tokens, &packed);
+                assert_same_bits(&what, &run(&near, &x, num_tokens, &packed), &expected);
+            }
+        }
+    }
+}
+
 #[test]
 fn the_largest_codes_and_activations_do_not_overflow() {
     let (k, n) = (256, 16);
