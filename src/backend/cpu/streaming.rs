@@ -42,8 +42,8 @@ impl Ahead {
 /// The ways of processors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Streaming {
-    /// The second-level cache is asked for matrices of which few rows are multiplied, and for integers of
-    /// which one is (Emerald Rapids).
+    /// The second-level cache is asked for matrices of floats by which few rows are multiplied, and of codes by
+    /// which one is (Emerald Rapids, integers).
     Far,
     /// The processor follows one stream best by itself: a Zen 4 reads bf16, int4 and int8 for one row 10, 12
     /// and 34 percent faster than when it is asked.
@@ -92,8 +92,8 @@ impl Streaming {
         }
     }
 
-    /// Returns how far few rows prefetch a matrix of integers.
-    pub fn integers(self, num_rows: usize) -> Ahead {
+    /// Returns how far few rows prefetch a matrix of codes.
+    pub fn codes(self, num_rows: usize) -> Ahead {
         match self {
             Streaming::Far if num_rows == 1 => Ahead::far(AHEAD_BYTES),
             Streaming::Near => Ahead { bytes: AHEAD_BYTES, is_near: true },

@@ -289,7 +289,7 @@ impl<P: Epilogue> Lane<'_, P> {
             STRETCH_BYTES / ((MAX_SUMMED / UNIT) * unit_bytes(code))
         };
         let stretch = stretch.max(1);
-        let ahead = if is_few { self.streaming.integers(rows.len()) } else { Ahead::NONE };
+        let ahead = if is_few { self.streaming.codes(rows.len()) } else { Ahead::NONE };
         for first in (0..num_segments).step_by(stretch) {
             let segments = first..num_segments.min(first + stretch);
             let sums = sums.chunks_mut(block_rows * PANEL_COLUMNS);

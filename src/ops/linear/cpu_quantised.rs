@@ -238,7 +238,10 @@ impl<P: Epilogue> Kernel for FewRows<'_, P> {
                 let x = &self.x[row * in_features..(row + count) * in_features];
                 let mut sums = [0.0_f32; BLOCK_ROWS * PANEL_COLUMNS];
                 // Later blocks find what the first one has asked for.
-                let ahead = if row == 0 { self.streaming.integers(1) } else { Ahead::NONE };
+                let ahead = match row {
+                    0 => self.streaming.codes(self.num_rows),
+                    _ => Ahead::NONE,
+                };
                 block::<S>(self.weight, panel, x, count, ahead, &mut sums);
                 self.epilogue.store::<S>(&sums, row, count, columns.clone());
             }
