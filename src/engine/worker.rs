@@ -119,10 +119,19 @@ impl Worker {
     /// Serves until the service ends.
     pub fn run(&mut self) {
         mark_scheduler_thread();
-        while self.take_submissions() {
-            let turn = panic_guard::catch(|| self.turn());
-            if let Err(error) = turn {
-                self.fail(error);
+        loop {
+            let turn = panic_guard::catch(|| {
+                let goes_on = self.await_work();
+                if goes_on {
+                    self.take_submissions()?;
+                    self.turn()?;
+                }
+                Ok(goes_on)
+            });
+            match turn {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => self.fail(error),
             }
             *lock(&self.shared.stats) = self.recorder.stats;
         }
@@ -138,9 +147,9 @@ impl Worker {
         }
     }
 
-    /// Takes in the submissions that have arrived; waits for something to do. False when the thread
-    /// is to end.
-    fn take_submissions(&mut self) -> bool {
+    /// Waits for something to do, and fetches the submissions that have arrived. False when the thread is to
+    /// end.
+    fn await_work(&mut self) -> bool {
         let next_begin = self.next_begin();
         let shared = self.shared.clone();
         let mut intake = lock(&shared.intake);
@@ -172,16 +181,20 @@ impl Worker {
         let remarks = std::mem::take(&mut intake.remarks);
         drop(intake);
         remarks.iter().for_each(|sentence| self.alerts.remark(sentence));
+        true
+    }
+
+    /// Begins what has arrived.
+    fn take_submissions(&mut self) -> Result<()> {
         let mut arriving = std::mem::take(&mut self.arriving);
-        let chosen = self.choose_from_answers(arriving.make_contiguous());
+        // Whatever happens, their callers are told how they end.
+        let chosen = panic_guard::catch(|| self.choose_from_answers(arriving.make_contiguous()));
         self.arriving = arriving;
-        if let Err(error) = chosen {
-            self.fail(error);
-        }
+        chosen?;
         while let Some(submission) = self.arriving.pop_front() {
             self.take_in(submission);
         }
-        true
+        Ok(())
     }
 
     /// Counts what was submitted, and begins it.
@@ -269,8 +282,9 @@ impl Worker {
                 self.end(key, outcome());
             }
         }
+        let arrived = std::mem::take(&mut self.arriving);
         let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
-        for submission in submissions {
+        for submission in arrived.into_iter().chain(submissions) {
             self.recorder.stats.submitted += submission.num_samples();
             self.refuse(&submission, outcome());
         }

@@ -426,3 +426,30 @@ fn copies_that_fail_end_those_they_are_for_and_nobody_else() {
         check_healthy(&engine, by_model);
     });
 }
+
+#[test]
+fn a_fault_while_requests_are_taken_in_is_told_to_everyone_too() {
+    each_kind(|depth, by_model| {
+        let engine = Harness::new(Arc::new(Toy::new(depth, |_| None)), &OPTIONS).unwrap();
+        let mut running = submit(&engine, &prompt(1, 30), 900, by_model);
+        assert!(matches!(running.next(Some(PATIENCE)), Ok(Some(Event::Token { .. }))));
+        // It is too long for the cache, of which it is told as it is taken in.
+        let mut fatal = engine
+            .submit(HarnessRequest {
+                token_ids: prompt(2, 30),
+                max_new: 100_000,
+                by_model,
+                waker: Some(Box::new(|| panic!("the waker was told to panic"))),
+                ..HarnessRequest::default()
+            })
+            .unwrap();
+        assert_eq!(outcome(&mut fatal).1.unwrap_err().kind(), ErrorKind::InvalidArgument);
+        match outcome(&mut running).1 {
+            Err(error) => assert!(error.message().contains("told to panic"), "{error}"),
+            // It was faster.
+            Ok(reason) => assert_eq!(reason, FinishReason::MaxTokens),
+        }
+        let stats = engine.stats();
+        assert_eq!((stats.scheduler.blocks.used, stats.submitted), (0, stats.ended));
+    });
+}
