@@ -9,7 +9,7 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// [`Isa::Avx512`] and the bf16 dot product.
+    /// [`Isa::Avx512`], the bf16 dot product, and permutations of bytes (VBMI).
     Avx512Bf16,
     /// The tiles of AMX in plain Rust, and [`Isa::Portable`] for all else: for tests, on any
     /// machine.
@@ -58,7 +58,11 @@ impl Isa {
             Isa::Portable | Isa::EmulatedAmx => true,
             Isa::Avx2 => avx2(),
             Isa::Avx512 => avx512(),
-            Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            Isa::Avx512Bf16 => {
+                avx512()
+                    && is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512vbmi")
+            }
             Isa::Avx512Amx => {
                 avx512() && is_x86_feature_detected!("avx512bf16") && super::amx::is_available()
             }

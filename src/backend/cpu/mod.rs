@@ -25,7 +25,7 @@ pub use isa::Isa;
 pub use pool::MAX_THREADS;
 use portable::{Emulated, Portable};
 use simd::Kernel;
-pub(crate) use streaming::Streaming;
+pub use streaming::Streaming;
 
 /// Below this many elements an elementwise operator stays on the calling thread: waking another
 /// core and moving the lines there costs more than the work.
@@ -68,10 +68,8 @@ impl CpuBackend {
         CpuBackend { has_byte_dot: false, ..self }
     }
 
-    /// Returns the backend with the way in which a Zen 5 fetches the weights of few rows, or with none.
-    /// Results are the same.
-    pub fn with_near_stretches(self, has_them: bool) -> Self {
-        let streaming = if has_them { Streaming::Near } else { Streaming::ByItself };
+    /// Returns the backend with the prefetching of another processor. Results are the same.
+    pub fn with_streaming(self, streaming: Streaming) -> Self {
         CpuBackend { streaming, ..self }
     }
 

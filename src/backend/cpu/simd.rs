@@ -17,7 +17,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32 values.
     type Vector: Vector16;
     /// The element type by which a bf16 weight matrix is multiplied.
-    type Bf16: Element;
+    type Bf16: PairElement<Vector = Self::Vector>;
     /// The unit that multiplies tiles of bf16.
     type Tiles: TileUnit;
     /// Returns `a * b + c`: fused where that is one instruction, else rounded twice.
@@ -284,6 +284,22 @@ pub unsafe trait Element {
     unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>)
     where
         Self: Sized;
+}
+
+/// An element of bf16 weights in pairs of k.
+///
+/// # Safety
+/// As for [`Element`]; `load_fp8` reads 64 bytes at each of its places, `store_pairs` writes 32 elements.
+pub unsafe trait PairElement: Element<Weight = u16> {
+    /// Returns the numbers of codes of e4m3, as in [`fp8_to_f32`], of 64 columns for a value of k and for the
+    /// next one: bf16 holds them exactly.
+    /// # Safety
+    /// See the trait.
+    unsafe fn load_fp8(first: *const u8, second: *const u8) -> [Self::Loaded; 4];
+    /// Writes weights of sixteen columns as [`Element::load`] reads them.
+    /// # Safety
+    /// See the trait.
+    unsafe fn store_pairs(weights: Self::Loaded, target: *mut u16);
 }
 
 /// The operands of a tile, for `E`: `sums[r][c] = initial + sum over k of a[r][k] * b[k][c]`.

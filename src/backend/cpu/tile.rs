@@ -7,7 +7,7 @@
 
 use super::math::round_to_bf16;
 use super::simd::Vector16;
-pub use super::simd::{Element, Operands};
+pub use super::simd::{Element, Operands, PairElement};
 use super::streaming::Ahead;
 use std::marker::PhantomData;
 
@@ -194,6 +194,34 @@ unsafe impl<V: Vector16> Element for Bf16<V> {
     unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
         // SAFETY: passed on to the caller.
         unsafe { V::compiled_tile::<Self, ROWS, GROUPS>(operands) }
+    }
+}
+
+// SAFETY: reads 16 codes for each vector and place, and writes 32 elements.
+unsafe impl<V: Vector16> PairElement for Bf16<V> {
+    #[inline(always)]
+    unsafe fn load_fp8(first: *const u8, second: *const u8) -> [(V, V); 4] {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let mut numbers = [(V::load_fp8(first), V::load_fp8(second)); 4];
+            for (vector, numbers) in numbers.iter_mut().enumerate().skip(1) {
+                let column = 16 * vector;
+                *numbers = (V::load_fp8(first.add(column)), V::load_fp8(second.add(column)));
+            }
+            numbers
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_pairs((first, second): (V, V), target: *mut u16) {
+        let mut halves = [[0_u16; 16]; 2];
+        // SAFETY: passed on to the caller.
+        unsafe {
+            first.store_high_halves(halves[0].as_mut_ptr());
+            second.store_high_halves(halves[1].as_mut_ptr());
+            let pairs: [[u16; 2]; 16] = std::array::from_fn(|i| [halves[0][i], halves[1][i]]);
+            target.cast::<[[u16; 2]; 16]>().write_unaligned(pairs);
+        }
     }
 }
 

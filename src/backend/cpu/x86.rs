@@ -3,7 +3,7 @@
 use super::amx::Amx;
 use super::exponential::{EXP2_FRACTION_TERMS, EXP2_TERMS};
 use super::simd::{Kernel, Simd, Vector16};
-use super::tile::{tile, Bf16, Element, Operands};
+use super::tile::{tile, Bf16, Element, Operands, PairElement};
 use super::tiles::NoTiles;
 use std::arch::x86_64::*;
 
@@ -15,7 +15,7 @@ pub struct Avx2;
 #[derive(Clone, Copy)]
 pub struct Avx512;
 
-/// [`Avx512`] with bf16 dot products.
+/// [`Avx512`] with bf16 dot products, and VBMI.
 #[derive(Clone, Copy)]
 pub struct Avx512Bf16;
 
@@ -38,14 +38,14 @@ pub unsafe fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
 }
 
 /// # Safety
-/// The machine has AVX-512 BF16, and what [`run_avx512`] needs.
-#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+/// The machine has AVX-512 BF16 and VBMI, and what [`run_avx512`] needs.
+#[target_feature(enable = "avx512vbmi,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512Bf16>()
 }
 
 /// # Safety
-/// [`super::amx::is_available`], and the machine has what [`run_avx512_bf16`] needs.
+/// [`super::amx::is_available`], and the machine has AVX-512 BF16 and what [`run_avx512`] needs.
 #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub unsafe fn run_avx512_amx<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512Amx>()
@@ -96,7 +96,29 @@ macro_rules! fused {
 }
 fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>, NoTiles);
 fused!(Avx512, __m512, Bf16<__m512>, NoTiles);
-fused!(Avx512Bf16, __m512, Bf16Dot, NoTiles);
+
+impl Simd for Avx512Bf16 {
+    type Vector = __m512;
+    type Bf16 = Bf16Dot;
+    type Tiles = NoTiles;
+
+    #[inline(always)]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        Avx512::mul_add(a, b, c)
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(low: __m512, high: __m512, target: *mut u16) {
+        // SAFETY: passed on to the caller.
+        unsafe { store_bf16(low, high, target) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(first: __m512, second: __m512, target: *mut u16) {
+        // SAFETY: passed on to the caller.
+        unsafe { store_bf16_pairs(first, second, target) }
+    }
+}
 
 impl Simd for Avx512Amx {
     type Vector = __m512;
@@ -110,32 +132,51 @@ impl Simd for Avx512Amx {
 
     #[inline(always)]
     unsafe fn store_bf16(low: __m512, high: __m512, target: *mut u16) {
-        // SAFETY: the caller has AVX-512 BF16 and 32 writable elements.
-        unsafe {
-            // Subnormal numbers become zeros, as which tiles take them anyway.
-            let both = _mm512_cvtne2ps_pbh(high, low);
-            _mm512_storeu_si512(target.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
-        }
+        // SAFETY: passed on to the caller.
+        unsafe { store_bf16(low, high, target) }
     }
 
     #[inline(always)]
     unsafe fn store_bf16_pairs(first: __m512, second: __m512, target: *mut u16) {
-        const PAIRS: [u16; 32] = {
-            let mut places = [0; 32];
-            let mut i = 0;
-            while i < 32 {
-                places[i] = (i / 2 + 16 * (i % 2)) as u16;
-                i += 1;
-            }
-            places
-        };
-        // SAFETY: the caller has AVX-512 BF16, BW among what it needs, and 32 writable elements.
-        unsafe {
-            let both = _mm512_cvtne2ps_pbh(second, first);
-            let both = std::mem::transmute::<__m512bh, __m512i>(both);
-            let places = _mm512_loadu_si512(PAIRS.as_ptr().cast());
-            _mm512_storeu_si512(target.cast(), _mm512_permutexvar_epi16(places, both));
+        // SAFETY: passed on to the caller.
+        unsafe { store_bf16_pairs(first, second, target) }
+    }
+}
+
+/// [`Simd::store_bf16`]. Subnormal numbers become zeros, as which products of bf16 take them anyway.
+///
+/// # Safety
+/// The machine has AVX-512 BF16, and `target` is writable for 32 elements.
+#[inline(always)]
+unsafe fn store_bf16(low: __m512, high: __m512, target: *mut u16) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let both = _mm512_cvtne2ps_pbh(high, low);
+        _mm512_storeu_si512(target.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
+    }
+}
+
+/// [`Simd::store_bf16_pairs`], of subnormal numbers as [`store_bf16`] does.
+///
+/// # Safety
+/// The machine has AVX-512 BF16 and BW, and `target` is writable for 32 elements.
+#[inline(always)]
+unsafe fn store_bf16_pairs(first: __m512, second: __m512, target: *mut u16) {
+    const PAIRS: [u16; 32] = {
+        let mut places = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            places[i] = (i / 2 + 16 * (i % 2)) as u16;
+            i += 1;
         }
+        places
+    };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let both = _mm512_cvtne2ps_pbh(second, first);
+        let both = std::mem::transmute::<__m512bh, __m512i>(both);
+        let places = _mm512_loadu_si512(PAIRS.as_ptr().cast());
+        _mm512_storeu_si512(target.cast(), _mm512_permutexvar_epi16(places, both));
     }
 }
 
@@ -451,10 +492,16 @@ unsafe impl Vector16 for __m512 {
         // SAFETY: the caller has AVX-512 F and 16 readable elements.
         unsafe {
             let words = _mm512_loadu_si512(source.cast());
-            let bits = _mm512_and_si512(
-                _mm512_srl_epi32(words, _mm_cvtsi32_si128(SHIFT as i32)),
-                _mm512_set1_epi32(MASK as i32),
-            );
+            let shifted = _mm512_srl_epi32(words, _mm_cvtsi32_si128(SHIFT as i32));
+            if MASK == 15 {
+                // The lowest four bits of a lane choose the number.
+                const NUMBERS: [f32; 16] = [
+                    0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0,
+                    15.0,
+                ];
+                return _mm512_permutexvar_ps(shifted, _mm512_loadu_ps(NUMBERS.as_ptr()));
+            }
+            let bits = _mm512_and_si512(shifted, _mm512_set1_epi32(MASK as i32));
             _mm512_cvtepi32_ps(bits)
         }
     }
@@ -702,5 +749,78 @@ unsafe impl Element for Bf16Dot {
     unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
         // SAFETY: passed on to the caller.
         unsafe { tile_avx512_bf16::<Self, ROWS, GROUPS>(operands) }
+    }
+}
+
+/// The upper and the lower bytes of the bf16 numbers that codes of e4m3 without a sign stand for.
+struct Fp8Tables {
+    upper: [u8; 128],
+    lower: [u8; 128],
+}
+
+static FP8_TABLES: Fp8Tables = {
+    let mut tables = Fp8Tables { upper: [0; 128], lower: [0; 128] };
+    let mut code = 1;
+    while code < 128 {
+        let (exponent, mantissa) = (code as u16 >> 3, code as u16 & 7);
+        let bits = if code == 0x7f {
+            0x7fc0
+        } else if exponent > 0 {
+            (exponent + 120) << 7 | mantissa << 4
+        } else {
+            // A number below the smallest normal one, mantissa / 2^9: its first bit becomes the implicit one.
+            let first = mantissa.ilog2() as u16;
+            (118 + first) << 7 | (mantissa << (7 - first) & 0x7f)
+        };
+        tables.upper[code] = (bits >> 8) as u8;
+        tables.lower[code] = bits as u8;
+        code += 1;
+    }
+    tables
+};
+
+// SAFETY: reads 64 bytes at each place, and writes 32 elements.
+unsafe impl PairElement for Bf16Dot {
+    #[inline(always)]
+    unsafe fn load_fp8(first: *const u8, second: *const u8) -> [__m512bh; 4] {
+        /// Four bytes `4 * j + i` come to place `4 * i + j`, from where the unpacking of halves brings them to
+        /// place `i` of vector `j`.
+        const FOURS: [i32; 16] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
+        // SAFETY: the caller has AVX-512 F, BW and VBMI, and 64 readable bytes at both places.
+        unsafe {
+            let fours = _mm512_loadu_si512(FOURS.as_ptr().cast());
+            let (upper, lower) = (FP8_TABLES.upper.as_ptr(), FP8_TABLES.lower.as_ptr());
+            let upper =
+                [_mm512_loadu_si512(upper.cast()), _mm512_loadu_si512(upper.add(64).cast())];
+            let lower =
+                [_mm512_loadu_si512(lower.cast()), _mm512_loadu_si512(lower.add(64).cast())];
+            let sign = _mm512_set1_epi8(0x80_u8 as i8);
+            let mut words = [[fours; 2]; 2];
+            for (words, place) in words.iter_mut().zip([first, second]) {
+                let codes = _mm512_permutexvar_epi32(fours, _mm512_loadu_si512(place.cast()));
+                let high = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);
+                // high | codes & sign
+                let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
+                let low = _mm512_permutex2var_epi8(lower[0], codes, lower[1]);
+                *words = [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)];
+            }
+            let [first, second] = words;
+            let pairs = [
+                _mm512_unpacklo_epi16(first[0], second[0]),
+                _mm512_unpackhi_epi16(first[0], second[0]),
+                _mm512_unpacklo_epi16(first[1], second[1]),
+                _mm512_unpackhi_epi16(first[1], second[1]),
+            ];
+            std::mem::transmute::<[__m512i; 4], [__m512bh; 4]>(pairs)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_pairs(weights: __m512bh, target: *mut u16) {
+        // SAFETY: the caller has AVX-512 F and 32 writable elements.
+        unsafe {
+            let bits = std::mem::transmute::<__m512bh, __m512i>(weights);
+            _mm512_storeu_si512(target.cast(), bits);
+        }
     }
 }

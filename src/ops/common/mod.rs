@@ -6,6 +6,7 @@ pub(in crate::ops) mod copy;
 pub(in crate::ops) mod cpu_turn;
 pub mod index;
 pub(in crate::ops) mod launch;
+pub(in crate::ops) mod made_product;
 pub mod packed_matrix;
 pub(in crate::ops) mod panel_product;
 pub(in crate::ops) mod row_kernels;

@@ -8,20 +8,21 @@
 //! x alone: unless a quantised weight may be rounded to bf16 for several rows
 //! ([`cpu_tiles`](super::cpu_tiles)).
 
+use super::cpu_fp8::multiply_fp8;
 use super::cpu_integer_tiles::multiply_integer_tiles;
-use super::cpu_quantised::{multiply_quantised, tile_layout, QuantisedNeeds};
-use super::cpu_tiles::{are_made, TiledWeight};
+use super::cpu_quantised::{is_in_bf16, multiply_quantised, tile_layout, QuantisedNeeds};
+use super::cpu_rounded_rows::{round_rows, rounded_bytes};
+use super::cpu_tiles::{are_made, made_bytes, TiledWeight};
 use super::host_matrix::HostWeight;
 use crate::backend::cpu::math::LANES;
-use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::tile::Element;
+use crate::backend::cpu::simd::{Simd, Vector16};
 use crate::backend::cpu::tiles::{TILE_K, TILE_LEN, TILE_ROWS};
 use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
-use crate::ops::common::packed_matrix::{k_step, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::{
-    grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
+    multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
 use crate::ops::common::tile_rows::tiles_bytes;
@@ -72,18 +73,17 @@ impl LinearScratch {
         for LinearCall { num_tokens, in_features, form, ends_gated_mlp } in calls {
             if let WeightForm::Quantised { format, is_ordered } = form {
                 quantised = quantised.max(QuantisedNeeds::new(
-                    isa.has_tiles(),
+                    isa,
                     num_threads,
                     num_tokens,
                     in_features,
                     &format,
                     is_ordered,
                 ));
-                let may_round = dtype == DType::BF16 && isa.has_tiles();
-                if may_round && are_made(num_tokens, in_features, &format) {
-                    activations = tiles_bytes(num_tokens, in_features).max(activations);
-                    let bytes = tile_product::scratch_bytes(num_threads, num_tokens, true);
-                    tile_sums = bytes.max(tile_sums);
+                if dtype == DType::BF16 && are_made(isa, num_tokens, in_features, &format) {
+                    let needs = made_bytes(isa, num_threads, num_tokens, in_features);
+                    activations = needs.0.max(activations);
+                    tile_sums = needs.1.max(tile_sums);
                 }
                 if !format.code.is_float() {
                     continue;
@@ -103,8 +103,7 @@ impl LinearScratch {
                 continue;
             }
             if dtype == DType::BF16 {
-                let stride = in_features.saturating_add(in_features % k_step(dtype));
-                activations = num_tokens.saturating_mul(stride).saturating_mul(4).max(activations);
+                activations = rounded_bytes(num_tokens, in_features).max(activations);
             }
             let native = isa.has_native_bf16();
             let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
@@ -203,22 +202,14 @@ pub fn linear<'a>(
             );
         }
     };
-    let is_bf16 = weight.dtype() == DType::BF16;
-    let a_stride = in_features.next_multiple_of(k_step(weight.dtype()));
     let LinearScratch { activations, product, .. } = scratch;
-    if is_bf16 {
-        grow::<f32>(activations, num_tokens * a_stride, "activations")?;
-        let target = SendPointer(activations.as_mut_slice::<f32>().as_mut_ptr());
-        let runs = (x.len() / (32 * 1024)).clamp(1, num_tokens).min(4 * backend.num_threads());
-        backend.parallel_for(runs, &|run| {
-            let (first, end) = (num_tokens * run / runs, num_tokens * (run + 1) / runs);
-            let x = &x[first * in_features..end * in_features];
-            backend.run(RoundRows { x, in_features, first, target: target.get(), a_stride });
-        })?;
-    }
-    let a: *const u8 = if is_bf16 { activations.as_bytes().as_ptr() } else { x.as_ptr().cast() };
-    let rows = Rows { a: SendPointer(a.cast_mut()), a_stride, num_rows: num_tokens };
-    // SAFETY: `a` holds num_tokens rows of a_stride activations: f32, or what `RoundRows` wrote.
+    let rows = if weight.dtype() == DType::BF16 {
+        round_rows(backend, x, in_features, &[], activations)?
+    } else {
+        let a = SendPointer(x.as_ptr().cast_mut().cast());
+        Rows { a, a_stride: in_features, num_rows: num_tokens }
+    };
+    // SAFETY: `a` holds num_tokens rows of a_stride activations: f32, or what `round_rows` wrote.
     unsafe { multiply(backend, &rows, &Weight::<Packed>::Packed(weight), &epilogue, product) }
 }
 
@@ -253,6 +244,9 @@ pub fn linear_silu_mul<'a>(
         };
     }
     if let (HostWeight::Quantised(weight), true) = (weight, is_served) {
+        if is_in_bf16(backend, weight) {
+            return multiply_fp8(backend, x, weight, &epilogue, activations, tile_sums);
+        }
         if let Some(layout) = tile_layout(backend, num_tokens, weight) {
             // SAFETY: the backend has tiles, the layout is that of this product, and both
             // halves are whole panels.
@@ -309,6 +303,7 @@ pub fn gated_mlp(
         && stacked_bias.is_none()
         && num_tokens >= TILE_ROWS
         && !(x.is_empty() || activated.is_empty() || out.is_empty());
+    let is_served = is_served && backend.has_tiles();
     let tiled = |weight| TiledWeight::new(backend, num_tokens, weight).filter(|_| is_served);
     let narrowing_tiled = tiled(narrowing).filter(|weight| weight.takes_plain_rows());
     if let (Some(stacked), Some(narrowing)) = (tiled(stacked), narrowing_tiled) {
@@ -494,45 +489,6 @@ impl Epilogue for Finish<'_> {
                     Store::Overwrite => out.copy_from_slice(&sums[..columns.len()]),
                     Store::Add => out.iter_mut().zip(sums).for_each(|(o, &s)| *o += s),
                 }
-            }
-        }
-    }
-}
-
-/// Rounds rows of x to bf16, in the form in which the instruction set multiplies it. An odd last
-/// pair is filled with a zero.
-struct RoundRows<'a> {
-    x: &'a [f32],
-    in_features: usize,
-    first: usize,
-    target: *mut f32,
-    a_stride: usize,
-}
-
-impl Kernel for RoundRows<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self) {
-        type Activation<S> = <<S as Simd>::Bf16 as Element>::Activation;
-        if self.in_features == 0 {
-            return;
-        }
-        let target = self.target.cast::<Activation<S>>();
-        for (row, x) in self.x.chunks_exact(self.in_features).enumerate() {
-            // SAFETY: the buffer has num_tokens rows of a_stride elements of up to four bytes, and
-            // first + row < num_tokens; rows of different tasks do not overlap.
-            let out = unsafe {
-                std::slice::from_raw_parts_mut(
-                    target.add((self.first + row) * self.a_stride),
-                    self.a_stride,
-                )
-            };
-            for (o, &v) in out.iter_mut().zip(x) {
-                *o = S::Bf16::activation(v);
-            }
-            if let Some(last) = out.get_mut(self.in_features) {
-                *last = S::Bf16::activation(0.0);
             }
         }
     }

@@ -34,7 +34,7 @@ const TILE_ROWS: usize = 32;
 /// With more rows than are multiplied at a time, codes of about so many bytes are multiplied by all
 /// rows of a tile before the next ones: they stay in the cache meanwhile.
 const STRETCH_BYTES: usize = 128 << 10;
-/// The same where few rows keep codes in the first-level cache ([`Streaming::has_near_stretches`]).
+/// The same where few rows prefetch codes: these stay in the first-level cache ([`Streaming::integers`]).
 const NEAR_STRETCH_BYTES: usize = 4 << 10;
 /// The rows from which on they are made integers on all threads.
 const MANY_ROWS: usize = 8;
@@ -279,17 +279,22 @@ impl<P: Epilogue> Lane<'_, P> {
         let num_blocks = rows.len().div_ceil(most_rows).max(1);
         let block_rows = rows.len().div_ceil(num_blocks).max(1);
         let num_segments = self.num_segments;
-        let is_few = rows.len() < TILE_ROWS;
+        let ahead = match rows.len() {
+            0..TILE_ROWS => {
+                let are_waiting = block_rows <= 2 && code == Code::Int8;
+                self.streaming.integers(rows.len(), are_waiting)
+            }
+            _ => Ahead::NONE,
+        };
         let stretch = if num_blocks == 1 {
             num_segments
-        } else if is_few && self.streaming.has_near_stretches() {
+        } else if ahead.bytes > 0 {
             let segment_inputs = self.division.inputs.segment_places(0).len();
             NEAR_STRETCH_BYTES / (segment_inputs.div_ceil(UNIT).max(1) * unit_bytes(code))
         } else {
             STRETCH_BYTES / ((MAX_SUMMED / UNIT) * unit_bytes(code))
         };
         let stretch = stretch.max(1);
-        let ahead = if is_few { self.streaming.codes(rows.len()) } else { Ahead::NONE };
         for first in (0..num_segments).step_by(stretch) {
             let segments = first..num_segments.min(first + stretch);
             let sums = sums.chunks_mut(block_rows * PANEL_COLUMNS);

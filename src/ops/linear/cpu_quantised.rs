@@ -2,17 +2,20 @@
 //! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of
 //! 8-bit floats become f32 in registers (few rows) or a panel at a time in the cache (many), exactly,
 //! and activations stay f32; where a format says that they are quantised, they become what they are
-//! in e4m3 first.
+//! in e4m3 first. Where bf16 is multiplied as such and nothing is lost by it, they become bf16 instead
+//! ([`cpu_fp8`](super::cpu_fp8)). Products of several rows whose weight may be rounded do not come here
+//! if they are faster in bf16 ([`cpu_tiles`](super::cpu_tiles)).
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
 
+use super::cpu_fp8::{self, multiply_fp8};
 use super::cpu_integer_rows::{TileLayout, MANY_ROWS};
 use super::cpu_integer_tiles::{multiply_integer_tiles, scratch_bytes};
 use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::streaming::Ahead;
-use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
+use crate::backend::cpu::{CpuBackend, Isa, SendPointer, Streaming};
 use crate::error::Result;
 use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
@@ -40,7 +43,7 @@ pub(super) struct QuantisedNeeds {
 
 impl QuantisedNeeds {
     pub fn new(
-        has_tiles: bool,
+        isa: Isa,
         num_threads: usize,
         num_rows: usize,
         in_features: usize,
@@ -50,7 +53,7 @@ impl QuantisedNeeds {
         if !format.code.is_float() {
             let division = Division::new(in_features, format);
             let layout_of =
-                |num_rows| TileLayout::new(num_rows, &division, format).filter(|_| has_tiles);
+                |num_rows| TileLayout::new(num_rows, &division, format).filter(|_| isa.has_tiles());
             let bytes_of = |num_rows| match layout_of(num_rows) {
                 Some(layout) => layout.activations_bytes(num_rows),
                 None => integers_bytes(num_rows, &division),
@@ -65,10 +68,24 @@ impl QuantisedNeeds {
         let is_changed = is_ordered || format.quantises_inputs;
         let has_panels = num_rows > FEW_ROWS;
         let panel_rows = num_threads.saturating_mul(PANEL_COLUMNS);
-        QuantisedNeeds {
+        let needs = QuantisedNeeds {
             activations_bytes: if is_changed { changed } else { 0 },
             panels_len: if has_panels { panel_rows.saturating_mul(in_features) } else { 0 },
             tile_bytes: 0,
+        };
+        if !isa.has_native_bf16() {
+            return needs;
+        }
+        let in_bf16 = QuantisedNeeds {
+            activations_bytes: cpu_fp8::rows_bytes(num_rows, in_features),
+            panels_len: 0,
+            tile_bytes: cpu_fp8::scratch_bytes(num_threads, num_rows),
+        };
+        // That activations stay f32 is up to the weight.
+        if format.quantises_inputs {
+            in_bf16
+        } else {
+            needs.max(in_bf16)
         }
     }
 
@@ -107,6 +124,16 @@ pub(super) fn tile_layout(
     TileLayout::new(num_rows, &inputs, &weight.format()).filter(|_| backend.has_tiles())
 }
 
+/// Whether a weight's floats, and activations, are multiplied as bf16: if activations may be rounded to it, or
+/// are numbers of e4m3.
+pub(super) fn is_in_bf16(backend: &CpuBackend, weight: &QuantisedPanels) -> bool {
+    let format = weight.format();
+    backend.has_native_bf16()
+        && weight.in_features() > 0
+        && format.code.is_float()
+        && (format.quantises_inputs || weight.is_rounded())
+}
+
 /// Passes all sums of x [num_rows, in_features] times `weight` to `epilogue`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn multiply_quantised<P: Epilogue>(
@@ -134,6 +161,9 @@ pub(super) fn multiply_quantised<P: Epilogue>(
                 tiles,
             )
         };
+    }
+    if is_in_bf16(backend, weight) {
+        return multiply_fp8(backend, x, weight, &EachPanel(epilogue), activations, tiles);
     }
     let epilogue = &epilogue;
     if !weight.format().code.is_float() {

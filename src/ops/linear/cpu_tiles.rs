@@ -1,17 +1,21 @@
-//! Weights whose products are taken in tiles of bf16: dense ones that lie so, and quantised ones that are
-//! made so a panel at a time where several rows share the work.
+//! Weights whose products are taken in bf16: dense ones that lie in tiles, and quantised ones that are made
+//! so a panel at a time where several rows share the work. A unit multiplies tiles where there is one, and
+//! otherwise instructions for bf16 do.
 //!
 //! The bits of a row then depend on whether the rows are few or many, which is for the weight to allow
 //! ([`QuantisedPanels::rounding`]).
 
+use super::cpu_rounded_rows::{round_rows, rounded_bytes, rounded_stride};
 use super::host_matrix::HostWeight;
 use crate::backend::cpu::tiles::TILE_BYTES_K;
-use crate::backend::cpu::CpuBackend;
+use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
 use crate::error::Result;
 use crate::memory::HostBuffer;
+use crate::ops::common::made_product;
 use crate::ops::common::packed_matrix::PackedMatrix;
-use crate::ops::common::tile_product::{multiply, TileEpilogue};
-use crate::ops::common::tile_rows::{make_tiles, Inputs, Round};
+use crate::ops::common::panel_product::Rows;
+use crate::ops::common::tile_product::{self, TileEpilogue};
+use crate::ops::common::tile_rows::{make_tiles, tiles_bytes, Inputs, Round};
 use crate::ops::quantised::activations::round_inputs;
 use crate::ops::quantised::{can_make_tiles, QuantFormat, QuantisedPanels};
 
@@ -21,17 +25,52 @@ use crate::ops::quantised::{can_make_tiles, QuantFormat, QuantisedPanels};
 const MIN_FLOAT_ROWS: usize = 4;
 const MIN_SHORT_ROWS: usize = 12;
 const MIN_LONG_ROWS: usize = 32;
+/// The same without tiles, for weights of integers: instructions multiply two numbers of bf16 in the time of one
+/// code and one activation of 16 bits, and the sums of groups need not be scaled.
+const MIN_SHORT_VECTOR_ROWS: usize = 24;
+const MIN_LONG_VECTOR_ROWS: usize = 64;
 
-/// Whether products of `num_rows` rows with a quantised weight may be taken in tiles that are made.
-pub(super) fn are_made(num_rows: usize, in_features: usize, format: &QuantFormat) -> bool {
+/// Whether products of `num_rows` rows with a quantised weight may be taken in bf16 that is made.
+pub(super) fn are_made(
+    isa: Isa,
+    num_rows: usize,
+    in_features: usize,
+    format: &QuantFormat,
+) -> bool {
     let is_short = format.group_size.min(in_features) < TILE_BYTES_K;
-    let min_rows = match (format.code.is_float(), is_short) {
-        (true, _) => MIN_FLOAT_ROWS,
-        (false, true) => MIN_SHORT_ROWS,
-        (false, false) if format.quantises_inputs => return false,
-        (false, false) => MIN_LONG_ROWS,
+    let min_rows = if isa.has_tiles() {
+        match (format.code.is_float(), is_short) {
+            (true, _) => MIN_FLOAT_ROWS,
+            (false, true) => MIN_SHORT_ROWS,
+            (false, false) if format.quantises_inputs => return false,
+            (false, false) => MIN_LONG_ROWS,
+        }
+    } else if isa.has_native_bf16() && !format.code.is_float() && !format.quantises_inputs {
+        if is_short {
+            MIN_SHORT_VECTOR_ROWS
+        } else {
+            MIN_LONG_VECTOR_ROWS
+        }
+    } else {
+        return false;
     };
     num_rows >= min_rows && can_make_tiles(format, in_features)
+}
+
+/// Returns the bytes that such products need, of activations and beside them.
+pub(super) fn made_bytes(
+    isa: Isa,
+    num_threads: usize,
+    num_rows: usize,
+    in_features: usize,
+) -> (usize, usize) {
+    if isa.has_tiles() {
+        let scratch = tile_product::scratch_bytes(num_threads, num_rows, true);
+        (tiles_bytes(num_rows, in_features), scratch)
+    } else {
+        let scratch = made_product::scratch_bytes(num_threads, num_rows);
+        (rounded_bytes(num_rows, in_features), scratch)
+    }
 }
 
 /// A weight whose products with some rows are taken in tiles.
@@ -44,14 +83,17 @@ pub(super) enum TiledWeight<'a> {
 impl<'a> TiledWeight<'a> {
     /// Returns the weight if its products with `num_rows` rows are taken in tiles.
     pub fn new(backend: &CpuBackend, num_rows: usize, weight: HostWeight<'a>) -> Option<Self> {
-        if !backend.has_tiles() || num_rows == 0 || weight.in_features() == 0 {
+        if num_rows == 0 || weight.in_features() == 0 {
             return None;
         }
         match weight {
-            HostWeight::Dense(weight) => weight.is_in_tiles().then_some(TiledWeight::Dense(weight)),
+            HostWeight::Dense(weight) => {
+                let is_tiled = backend.has_tiles() && weight.is_in_tiles();
+                is_tiled.then_some(TiledWeight::Dense(weight))
+            }
             HostWeight::Quantised(weight) => {
                 let is_made = weight.is_rounded()
-                    && are_made(num_rows, weight.in_features(), &weight.format());
+                    && are_made(backend.isa(), num_rows, weight.in_features(), &weight.format());
                 is_made.then_some(TiledWeight::Made(weight))
             }
         }
@@ -62,6 +104,10 @@ impl<'a> TiledWeight<'a> {
         match self {
             TiledWeight::Dense(weight) => {
                 make_tiles(backend, x, weight.in_features(), Inputs::default(), tiles)
+            }
+            TiledWeight::Made(weight) if !backend.has_tiles() => {
+                round_rows(backend, x, weight.in_features(), weight.order(), tiles)?;
+                Ok(())
             }
             TiledWeight::Made(weight) => {
                 let format = weight.format();
@@ -101,10 +147,16 @@ impl<'a> TiledWeight<'a> {
         unsafe {
             match self {
                 TiledWeight::Dense(weight) => {
-                    multiply(backend, tiles, num_rows, weight, epilogue, scratch)
+                    tile_product::multiply(backend, tiles, num_rows, weight, epilogue, scratch)
+                }
+                TiledWeight::Made(weight) if backend.has_tiles() => {
+                    tile_product::multiply(backend, tiles, num_rows, weight, epilogue, scratch)
                 }
                 TiledWeight::Made(weight) => {
-                    multiply(backend, tiles, num_rows, weight, epilogue, scratch)
+                    let a = SendPointer(tiles.as_ptr().cast_mut().cast());
+                    let a_stride = rounded_stride(weight.in_features());
+                    let rows = Rows { a, a_stride, num_rows };
+                    made_product::multiply(backend, rows, weight, epilogue, scratch)
                 }
             }
         }

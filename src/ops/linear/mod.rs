@@ -7,10 +7,12 @@
 
 pub mod cpu;
 mod cpu_byte_tiles;
+mod cpu_fp8;
 mod cpu_integer_rows;
 mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
+mod cpu_rounded_rows;
 mod cpu_tiles;
 pub mod cuda_fp8;
 pub mod cuda_fp8_many;

@@ -21,21 +21,33 @@ pub fn input_scale(x: &[f32]) -> f32 {
     f32::from_bits(bits) / LARGEST_FP8
 }
 
+/// Replaces inputs that share a scale by the numbers of their codes, and returns the scale.
+#[inline(always)]
+pub(crate) fn number_inputs(x: &mut [f32]) -> f32 {
+    let scale = input_scale(x);
+    if !scale.is_finite() {
+        x.fill(f32::NAN);
+        return f32::NAN;
+    }
+    if scale == 0.0 {
+        x.fill(0.0);
+        return 0.0;
+    }
+    for x in x {
+        *x = round_to_fp8(*x / scale);
+    }
+    scale
+}
+
 /// Replaces the inputs of a row by what they are in e4m3: `out[i] = code[i] * scale`, in f32.
 pub fn round_inputs(x: &[f32], out: &mut [f32]) {
     let groups = x.chunks(INPUT_GROUP).zip(out.chunks_mut(INPUT_GROUP));
     for (x, out) in groups {
-        let scale = input_scale(x);
-        if !scale.is_finite() {
-            out.fill(f32::NAN);
-            continue;
-        }
-        if scale == 0.0 {
-            out.fill(0.0);
-            continue;
-        }
-        for (out, &x) in out.iter_mut().zip(x) {
-            *out = round_to_fp8(x / scale) * scale;
+        let out = &mut out[..x.len()];
+        out.copy_from_slice(x);
+        let scale = number_inputs(out);
+        for out in out {
+            *out *= scale;
         }
     }
 }

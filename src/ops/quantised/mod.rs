@@ -19,5 +19,5 @@ pub use format::{Code, QuantFormat};
 pub use matrix::QuantisedMatrix;
 pub(crate) use panel_tiles::can_make_tiles;
 pub use panels::QuantisedPanels;
-pub(crate) use panels::{unit_bytes, vectors_of, Dequantise, Division, PanelDivision};
+pub(crate) use panels::{unit_bytes, vectors_of, Dequantise, Division, Group, PanelDivision};
 pub use quantise::{quantise_row, quantised_format, RowOut};

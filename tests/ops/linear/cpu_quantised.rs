@@ -5,7 +5,7 @@ use crate::quantised::{in_e4m3, random_matrix};
 use crate::support::{
     assert_close, assert_same_bits, backends, reference, rounded_all, Guarded, Random, Tolerance,
 };
-use xserv::backend::cpu::{CpuBackend, Isa};
+use xserv::backend::cpu::{CpuBackend, Isa, Streaming};
 use xserv::memory::DType;
 use xserv::ops::linear::cpu::{gated_mlp, linear, linear_silu_mul, LinearScratch, Store};
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
@@ -64,6 +64,35 @@ fn tiled_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     backends(num_threads).into_iter().filter(is_tiled).collect()
 }
 
+/// Returns the backends that multiply bf16 by bf16 in vectors.
+fn vector_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
+    let is_such = |backend: &CpuBackend| backend.isa() == Isa::Avx512Bf16;
+    backends(num_threads).into_iter().filter(is_such).collect()
+}
+
+/// The format of weights in FP8 whose activations are quantised too.
+const IN_FP8: QuantFormat = QuantFormat {
+    code: Code::Fp8,
+    group_size: 128,
+    has_zeros: false,
+    scale: DType::F32,
+    quantises_inputs: true,
+};
+
+/// Whether a product with a weight that may be rounded is one of numbers in bf16; else its codes are multiplied.
+fn takes_bf16(backend: &CpuBackend, num_tokens: usize, k: usize, format: &QuantFormat) -> bool {
+    let is_short = format.group_size.min(k) < 64;
+    if backend.isa() == Isa::Avx512Bf16 {
+        let min_tokens = if is_short { 24 } else { 64 };
+        return !format.code.is_float() && !format.quantises_inputs && num_tokens >= min_tokens;
+    }
+    match (format.code.is_float(), is_short) {
+        (true, _) => num_tokens >= 4,
+        (false, true) => num_tokens >= 12,
+        (false, false) => num_tokens >= 32 && !format.quantises_inputs,
+    }
+}
+
 /// Rounds rows of `k` activations as a product does before it multiplies: with integer weights to
 /// 16 or 8 bits, by the largest of up to 128 inputs of a group.
 fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
@@ -94,14 +123,7 @@ fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
 fn awkward_shapes_of_quantised_weights() {
     let mut random = Random::new(21);
     let backends = all_backends(&[1, 2]);
-    let in_fp8 = QuantFormat {
-        code: Code::Fp8,
-        group_size: 128,
-        has_zeros: false,
-        scale: DType::F32,
-        quantises_inputs: true,
-    };
-    for format in formats(&[1, 32, 100, 200]).into_iter().chain([in_fp8]) {
+    for format in formats(&[1, 32, 100, 200]).into_iter().chain([IN_FP8]) {
         for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (330, 31)] {
             let matrix = random_matrix(&mut random, n, k, format, SIZE);
             let exact = weights(&matrix);
@@ -164,7 +186,7 @@ fn packed_rows_are_the_rows() {
 fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
     let mut random = Random::new(23);
     let (k, n) = (3000, 130);
-    for format in formats(&[32, 128, 3000]) {
+    for format in formats(&[32, 128, 3000]).into_iter().chain([IN_FP8]) {
         let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
         if format.scale == DType::F16 {
             matrix.order = (0..k as u32).rev().collect();
@@ -233,22 +255,23 @@ fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
     }
 }
 
-/// Some processors multiply few rows in stretches that stay in the first-level cache.
+/// Every processor prefetches in its way, and some multiply few rows in stretches.
 #[test]
 fn few_rows_have_the_same_bits_however_codes_are_fetched() {
     let mut random = Random::new(26);
     let (k, n) = (777, 70);
     for format in formats(&[32, 128, 777]) {
         let matrix = random_matrix(&mut random, n, k, format, SIZE);
-        for num_tokens in [1, 2, 5, 8, 31] {
+        for num_tokens in [1, 2, 3, 4, 5, 8, 31] {
             let x = random.normals(num_tokens * k);
-            for (near, plain) in backends(&[1]).into_iter().zip(backends(&[1])) {
-                let what = format!("{format:?}, {num_tokens} rows on {}", near.name());
-                let (near, plain) =
-                    (near.with_near_stretches(true), plain.with_near_stretches(false));
-                let packed = QuantisedPanels::pack(&plain, &matrix).unwrap();
-                let expected = run(&plain, &x, num_tokens, &packed);
-                assert_same_bits(&what, &run(&near, &x, num_tokens, &packed), &expected);
+            for mut backend in backends(&[1]) {
+                let packed = QuantisedPanels::pack(&backend, &matrix).unwrap().rounding(true);
+                let expected = run(&backend, &x, num_tokens, &packed);
+                for streaming in Streaming::ALL {
+                    backend = backend.with_streaming(streaming);
+                    let what = format!("{format:?}, {num_tokens} rows, {streaming:?}");
+                    assert_same_bits(&what, &run(&backend, &x, num_tokens, &packed), &expected);
+                }
             }
         }
     }
@@ -310,23 +333,11 @@ fn activations_that_are_not_finite_are_not_hidden() {
 
 /// Several rows: both operands are rounded to bf16, the weight after its numbers have been scaled.
 #[test]
-fn quantised_weights_in_tiles() {
+fn quantised_weights_in_bf16() {
     let mut random = Random::new(27);
-    let backends = tiled_backends(&[1, 3]);
-    let in_fp8 = QuantFormat {
-        code: Code::Fp8,
-        group_size: 128,
-        has_zeros: false,
-        scale: DType::F32,
-        quantises_inputs: true,
-    };
-    for format in formats(&[32, 96, 5000]).into_iter().chain([in_fp8]) {
+    let backends = [tiled_backends(&[1, 3]), vector_backends(&[1, 3])];
+    for format in formats(&[32, 96, 5000]).into_iter().chain([IN_FP8]) {
         for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (330, 31), (1100, 70)] {
-            // Integers beside activations of 8 bits are made into tiles where groups are short.
-            let has_bytes = format.quantises_inputs && !format.code.is_float();
-            if has_bytes && format.group_size.min(k) >= 64 {
-                continue;
-            }
             for is_ordered in [false, true] {
                 if is_ordered && (format.quantises_inputs || format.scale != DType::F16) {
                     continue;
@@ -338,10 +349,10 @@ fn quantised_weights_in_tiles() {
                 let exact = weights(&matrix);
                 let rounded = rounded_all(&exact, DType::BF16);
                 let bias = random.normals(n);
-                for num_tokens in [4, 12, 16, 33, 66] {
-                    // Before that, codes are multiplied.
-                    let is_long = !format.code.is_float() && format.group_size.min(k) >= 64;
-                    if num_tokens < 12 && !format.code.is_float() || num_tokens < 32 && is_long {
+                for num_tokens in [4, 12, 16, 24, 33, 66] {
+                    let takes_bf16 =
+                        |backend: &&CpuBackend| takes_bf16(backend, num_tokens, k, &format);
+                    if !backends.iter().flatten().any(|backend| takes_bf16(&backend)) {
                         continue;
                     }
                     let x = random.normals(num_tokens * k);
@@ -353,8 +364,11 @@ fn quantised_weights_in_tiles() {
                     let before = random.normals(num_tokens * n);
                     let sums: Vec<f64> =
                         expected.iter().zip(&before).map(|(a, &b)| a + f64::from(b)).collect();
-                    let mut bits_of_one_thread: Option<Vec<f32>> = None;
-                    for backend in &backends {
+                    let mut bits_of_one_thread: [Option<Vec<f32>>; 2] = [None, None];
+                    // Tiles and vectors have their orders of sums.
+                    for (kind, backend) in backends.iter().enumerate().flat_map(|(kind, all)| {
+                        all.iter().filter(takes_bf16).map(move |backend| (kind, backend))
+                    }) {
                         let packed =
                             QuantisedPanels::pack(backend, &matrix).unwrap().rounding(true);
                         let what = format!("{format:?} {num_tokens}x{k}x{n} on {}", backend.name());
@@ -368,7 +382,7 @@ fn quantised_weights_in_tiles() {
                         assert_close(&what, out, &expected, Tolerance::Rms(2e-5));
                         let rounding = if is_e4m3 { 0.15 } else { 1.5e-2 };
                         assert_close(&what, out, &unrounded, Tolerance::Rms(rounding));
-                        let first = bits_of_one_thread.get_or_insert_with(|| out.to_vec());
+                        let first = bits_of_one_thread[kind].get_or_insert_with(|| out.to_vec());
                         assert_same_bits(&what, out, first);
                         let mut out = Guarded::of(&before);
                         let to = out.get();
@@ -428,6 +442,66 @@ fn a_gated_mlp_of_quantised_weights_has_the_bits_of_its_products() {
                 .unwrap();
                 assert_same_bits(&what, out.checked(&what), &expected);
                 activated.checked(&what);
+            }
+        }
+    }
+}
+
+/// Without tiles, codes of e4m3 are multiplied as bf16, which they are exactly, by activations that are rounded
+/// to it.
+#[test]
+fn floats_of_8_bits_in_bf16_vectors() {
+    let mut random = Random::new(29);
+    let backends = vector_backends(&[1, 3]);
+    if backends.is_empty() {
+        eprintln!("skipped: no bf16 instructions here");
+        return;
+    }
+    let all = formats(&[1, 32, 96, 128, 200, 5000]);
+    for format in all.into_iter().filter(|format| format.code.is_float()).chain([IN_FP8]) {
+        for (k, width, is_ordered) in
+            [(1, 64, false), (31, 64, true), (130, 192, false), (330, 64, true), (1100, 128, false)]
+        {
+            let mut matrix = random_matrix(&mut random, 2 * width, k, format, SIZE);
+            if is_ordered {
+                matrix.order = (0..k as u32).rev().collect();
+            }
+            let exact = weights(&matrix);
+            let num_tokens = 66;
+            let x = random.normals(num_tokens * k);
+            let ordered: Vec<f32> = match is_ordered {
+                true => x.chunks_exact(k).flat_map(|row| row.iter().rev().copied()).collect(),
+                false => x.clone(),
+            };
+            // Activations are quantised in the order of the weight.
+            let taken = rounded_rows(&ordered, k, &format);
+            let mut taken =
+                if format.quantises_inputs { taken } else { rounded_all(&taken, DType::BF16) };
+            if is_ordered {
+                taken.chunks_exact_mut(k).for_each(<[f32]>::reverse);
+            }
+            let products = reference::linear(&taken, &exact, None, k, 2 * width);
+            let gated: Vec<f64> = products
+                .chunks_exact(2 * width)
+                .flat_map(|row| {
+                    (0..width).map(|i| row[i] / (1.0 + (-row[i]).exp()) * row[width + i])
+                })
+                .collect();
+            for backend in &backends {
+                let packed = QuantisedPanels::pack(backend, &matrix).unwrap().rounding(true);
+                let whole = run(backend, &x, num_tokens, &packed);
+                let what = format!("{format:?} {k}x{width} on {}", backend.name());
+                assert_close(&what, &whole, &products, Tolerance::Rms(2e-5));
+                for n in [1, 2, 3, 4, 5, 6, 7, 24, 25] {
+                    let out = run(backend, &x[..n * k], n, &packed);
+                    assert_same_bits(&what, &out, &whole[..n * 2 * width]);
+                    let (mut room, scratch) = (vec![0.0; n * 2 * width], &mut LinearScratch::new());
+                    let mut out = Guarded::new(n * width);
+                    let (x, to) = (&x[..n * k], out.get());
+                    linear_silu_mul(backend, x, n, &packed, None, &mut room, to, scratch).unwrap();
+                    let expected = &gated[..n * width];
+                    assert_close(&what, out.checked(&what), expected, Tolerance::Rms(2e-5));
+                }
             }
         }
     }
