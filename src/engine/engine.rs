@@ -165,7 +165,8 @@ impl Engine {
         }
     }
 
-    /// Counts of the allocator of the model's device; `None` on the CPU.
+    /// Returns the counts of the allocator of the model's device; `None` on the CPU. For tests.
+    #[doc(hidden)]
     pub fn device_memory_stats(&self) -> Option<MemoryStats> {
         self.model.compute_context().map(|context| context.memory_stats())
     }

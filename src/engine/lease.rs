@@ -4,9 +4,8 @@
 //! call.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use super::request::CancelToken;
+use super::request::{CancelToken, LOOK_EVERY};
 use super::step_resources::StepResources;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -40,9 +39,6 @@ struct Shared<R> {
     /// has lent, which `state` then still has.
     has_left: bool,
 }
-
-/// The interval at which a caller who may give up checks whether it should.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The place where a lease changes hands.
 pub(super) struct Handoff<R = StepResources> {
@@ -183,6 +179,7 @@ impl<R> Drop for Borrowed<'_, R> {
 mod tests {
     use super::*;
     use std::sync::mpsc;
+    use std::time::Duration;
 
     /// A caller that gives up right after a piece must leave what it has lent to the scheduler, who waits for it: it
     /// waited forever, and with it all requests.

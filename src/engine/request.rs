@@ -9,6 +9,9 @@ use super::sampler::SamplingOverrides;
 pub use crate::model::LogProbsWanted;
 use crate::text::{Constraint, ToolForm};
 
+/// The interval at which a thread that waits for the engine checks whether it should give up.
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(10);
+
 /// A switch with which other threads stop requests.
 #[derive(Default)]
 pub struct CancelToken {

@@ -239,9 +239,10 @@ impl Sampler {
     }
 
     /// Chooses the token number `step` of the sequence, and remembers it. Sequences of tokens may be
-    /// repeated.
+    /// repeated. For tests.
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
+    #[doc(hidden)]
     pub fn sample(&mut self, backend: &CpuBackend, logits: &mut [f32], step: u64) -> Result<u32> {
         let chosen = self.choose(backend, logits, step, &[], None, None)?;
         self.changes.remember(chosen.token)?;
@@ -316,7 +317,8 @@ impl Sampler {
     }
 
     /// Returns the tokens that can be chosen after `tokens` (prompt and answer so far) and their
-    /// probabilities, which add up to 1. For tests and inspection: [`Sampler::sample`] without the draw.
+    /// probabilities, which add up to 1: [`Sampler::sample`] without the draw. For tests.
+    #[doc(hidden)]
     pub fn probabilities(
         &mut self,
         backend: &CpuBackend,

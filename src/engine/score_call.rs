@@ -1,9 +1,8 @@
 //! A thread that waits for the scores of its tokens.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use super::request::CancelToken;
+use super::request::{CancelToken, LOOK_EVERY};
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::model::TokenScore;
 
@@ -20,9 +19,6 @@ struct CallState {
     outcome: Option<Result<()>>,
     has_left: bool,
 }
-
-/// The interval at which a thread that may give up checks whether it should.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 impl ScoreCall {
     /// Returns the wait for this number of scores.

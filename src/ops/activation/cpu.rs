@@ -50,12 +50,14 @@ pub fn activation_in_place<T: Storage>(
     backend.parallel_rows(x, 1, |_, out| backend.run(Apply { function, x: None, out }))
 }
 
-/// Computes `out[i] = gelu(x[i])` in the tanh form.
+/// Computes `out[i] = gelu(x[i])` in the tanh form. For tests.
+#[doc(hidden)]
 pub fn gelu_tanh<T: Storage>(backend: &CpuBackend, x: &[T], out: &mut [T]) -> Result<()> {
     activation(backend, Activation::GeluTanh, x, out)
 }
 
-/// Computes `out[i] = gelu(x[i])`.
+/// Computes `out[i] = gelu(x[i])`. For tests.
+#[doc(hidden)]
 pub fn gelu_erf<T: Storage>(backend: &CpuBackend, x: &[T], out: &mut [T]) -> Result<()> {
     activation(backend, Activation::GeluErf, x, out)
 }

@@ -29,9 +29,9 @@ fn fused_obstacle(problem: &Problem<'_>, on_cuda: bool) -> Option<String> {
         return None;
     }
     if !KERNEL_HEAD_DIMS.contains(&problem.head_dim) {
-        let dim = problem.head_dim;
         return Some(format!(
-            "there is no fused kernel for head_dim {dim} (64, 80, 96, 128 and 256 have one)"
+            "there is no fused kernel for head_dim {}, only for one of {KERNEL_HEAD_DIMS:?}",
+            problem.head_dim
         ));
     }
     let block_size = size(problem.k, 1);

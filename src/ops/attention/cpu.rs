@@ -160,7 +160,8 @@ pub(super) fn run(
         };
         match backend {
             AttentionBackend::Naive => super::cpu_naive::attention_naive(cpu, &attention, out_values),
-            // The online softmax looks for the maximum of the scores before it scales.
+            // The online softmax masks with minus infinity before it scales, and a negative scale
+            // would make that plus infinity.
             _ if problem.scale < 0.0 => super::cpu_naive::attention_naive(cpu, &attention, out_values),
             _ => super::cpu_flash::attention_flash(cpu, &attention, out_values, &mut FlashScratch::new()),
         }

@@ -14,7 +14,7 @@ use crate::error::{try_with_capacity, Result};
 use crate::memory::HostBuffer;
 use crate::ops::attention::cpu_naive::{resolve, Attention, Sequence};
 use crate::ops::attention::cpu_online_softmax::{
-    KeyPanel, Keys, Memory, Online, ValuePanel, TILE_ROWS,
+    KeyPanel, Keys, Memory, Online, ValuePanel, PARALLEL_BLOCKS, TILE_ROWS,
 };
 use crate::ops::common::cpu_turn::{Turn, Widen};
 use crate::ops::common::panel_product::grow;
@@ -25,8 +25,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Up to this many rows, keys are multiplied where they lie: transposing them costs more.
 const FEW_ROWS: usize = 2 * MAX_ROWS;
-/// Calls with fewer blocks of work than this stay on the calling thread.
-const PARALLEL_BLOCKS: usize = 12;
 
 /// Buffers that [`attention_flash`] needs; they grow to the largest call and are then reused.
 #[derive(Debug, Default)]

@@ -27,13 +27,15 @@ pub struct HeadStrides {
 }
 
 impl HeadStrides {
-    /// Returns the strides of [seqs, tokens, heads, head_dim] without gaps.
+    /// Returns the strides of [seqs, tokens, heads, head_dim] without gaps. For tests.
+    #[doc(hidden)]
     pub fn by_token(num_tokens: usize, num_heads: usize, head_dim: usize) -> Self {
         let token = num_heads.saturating_mul(head_dim);
         HeadStrides { seq: num_tokens.saturating_mul(token), token, head: head_dim }
     }
 
-    /// Returns the strides of [seqs, heads, tokens, head_dim] without gaps.
+    /// Returns the strides of [seqs, heads, tokens, head_dim] without gaps. For tests.
+    #[doc(hidden)]
     pub fn by_head(num_tokens: usize, num_heads: usize, head_dim: usize) -> Self {
         let head = num_tokens.saturating_mul(head_dim);
         HeadStrides { seq: num_heads.saturating_mul(head), token: head_dim, head }

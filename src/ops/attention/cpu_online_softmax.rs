@@ -17,6 +17,8 @@ use crate::ops::kv_cache::layout::{BLOCK_SIZE, MAX_HEAD_DIM};
 /// The number of query rows (token, head of the group) of a task. It is large, so that converting a
 /// 16-bit block to f32 is shared by many rows; queries and sums of a tile stay in the L2 cache.
 pub(crate) const TILE_ROWS: usize = 16 * MAX_ROWS;
+/// Calls with fewer blocks of work than this stay on the calling thread.
+pub(super) const PARALLEL_BLOCKS: usize = 12;
 
 /// The working memory of one thread, in 32-bit places; 16-bit activations use half of theirs.
 #[repr(C, align(64))]
@@ -65,13 +67,13 @@ pub(crate) unsafe trait Keys {
 /// A panel [head_dim][32], bf16 [head_dim / 2][32][2].
 pub(crate) struct KeyPanel<E: Element> {
     pub start: *const E::Weight,
-    /// By how many bytes what is read next lies behind it (or, wrapping around, before it), which is
-    /// prefetched meanwhile; 0: nothing is.
+    /// The distance in bytes from this panel to the one that is read next, which is prefetched
+    /// meanwhile; it wraps around if that one lies before. 0: nothing is prefetched.
     pub ahead: usize,
 }
 
 impl<E: Element> KeyPanel<E> {
-    /// A panel behind which nothing is to be prefetched.
+    /// Returns a panel that prefetches no other.
     pub fn alone(start: *const E::Weight) -> Self {
         KeyPanel { start, ahead: 0 }
     }
@@ -83,12 +85,12 @@ pub(crate) struct ValuePanel<W> {
     pub start: *const W,
     /// The elements from step to step.
     pub stride: usize,
-    /// As with keys.
+    /// The distance in bytes to the panel that is read next, as for keys.
     pub ahead: usize,
 }
 
 impl<W> ValuePanel<W> {
-    /// A panel behind which nothing is to be prefetched.
+    /// Returns a panel that prefetches no other.
     pub fn alone(start: *const W, stride: usize) -> Self {
         ValuePanel { start, stride, ahead: 0 }
     }

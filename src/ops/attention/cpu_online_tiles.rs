@@ -10,6 +10,7 @@ use crate::backend::cpu::simd::{Simd, Vector16};
 use crate::backend::cpu::tiles::{TileOperands, TileUnit, TILE_K, TILE_LEN, TILE_ROWS};
 use crate::ops::attention::cpu_online_softmax::TILE_ROWS as MAX_ROWS;
 use crate::ops::attention::cpu_widen::widen_fp8_to_bf16;
+use crate::ops::common::tile_rows::store_row;
 use crate::ops::kv_cache::layout::{KvLayout, BLOCK_SIZE, MAX_HEAD_DIM};
 
 /// The number of blocks of keys of a stretch.
@@ -86,23 +87,7 @@ impl<'a> OnlineTiles<'a> {
     pub fn set_query<S: Simd>(&mut self, row: usize, query: &[f32], visible: usize) {
         self.memory.visible[row] = visible;
         let first = row / TILE_ROWS * self.num_steps * TILE_LEN + row % TILE_ROWS * TILE_K;
-        for (step, query) in query.chunks(TILE_K).enumerate() {
-            let to = &mut self.memory.queries[first + step * TILE_LEN..][..TILE_K];
-            let mut filled = [0.0; TILE_K];
-            let query = if query.len() < TILE_K {
-                filled[..query.len()].copy_from_slice(query);
-                &filled
-            } else {
-                query
-            };
-            // SAFETY: reads and writes 2 x 16 elements of `query` and `to`; the instruction set is
-            // that of the caller, which has been found to be there.
-            unsafe {
-                let low = S::Vector::load(query.as_ptr());
-                let high = S::Vector::load(query.as_ptr().add(16));
-                S::store_bf16(low, high, to.as_mut_ptr());
-            }
-        }
+        store_row::<S>(query, &mut self.memory.queries[first..]);
     }
 
     /// Begins with `num_rows` rows, whose queries are set.

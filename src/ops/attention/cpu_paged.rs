@@ -21,7 +21,9 @@ use crate::backend::cpu::tiles::TileUnit;
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
-use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, ValuePanel, TILE_ROWS};
+use crate::ops::attention::cpu_online_softmax::{
+    KeyPanel, Memory, Online, ValuePanel, PARALLEL_BLOCKS, TILE_ROWS,
+};
 use crate::ops::attention::cpu_online_tiles::{OnlineTiles, Panels, TileMemory};
 use crate::ops::attention::cpu_widen::{widen_fp8_to_bf16, widen_fp8_to_f32, widen_panel};
 use crate::ops::common::panel_product::grow;
@@ -39,8 +41,6 @@ const LANE_BYTES: usize = {
         rows
     }
 };
-/// Calls with fewer blocks of work than this stay on the calling thread.
-const PARALLEL_BLOCKS: usize = 12;
 
 /// Which new tokens belong to which sequence, and where its keys and values lie.
 #[derive(Clone, Copy, Debug)]

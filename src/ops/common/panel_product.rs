@@ -22,10 +22,11 @@ const TASK_ROWS: usize = 16 * MAX_ROWS;
 /// ones halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in
 /// f32 from stretch to stretch, so that the bits are those of one go.
 const STRETCH: usize = 2048;
-/// Up to this many rows, in two strips, a panel is multiplied in stretches of so many bytes where they stay in
-/// the first-level cache ([`Streaming::has_near_stretches`]). With three strips, keeping the sums costs what it saves
-/// (Zen 5). A stretch has whole tiles of steps.
+/// Up to this many rows, which are two strips, a panel is multiplied in stretches that stay in the
+/// first-level cache, where [`Streaming::has_near_stretches`] says so. With three strips, keeping the
+/// sums costs as much as it saves (Zen 5).
 const NEAR_ROWS: usize = 2 * MAX_ROWS;
+/// The length of such a stretch in bytes. It has whole tiles of steps.
 const NEAR_BYTES: usize = 8192;
 /// The number of columns of one vector group.
 const GROUPS: usize = PANEL_COLUMNS / 16;
@@ -80,7 +81,7 @@ impl ProductNeeds {
         ProductNeeds {
             widen,
             in_stretches,
-            panels_len: of(widen, in_features.saturating_add(in_features % k_step(dtype))),
+            panels_len: of(widen, stepped_k(in_features, dtype)),
             sums_len: of(in_stretches, num_rows),
         }
     }
@@ -104,6 +105,11 @@ impl ProductNeeds {
     pub fn size_bytes(&self) -> usize {
         self.panels_len.saturating_add(self.sums_len).saturating_mul(size_of::<f32>())
     }
+}
+
+/// Returns `in_features`, rounded up to whole steps of k.
+fn stepped_k(in_features: usize, dtype: DType) -> usize {
+    in_features.checked_next_multiple_of(k_step(dtype)).unwrap_or(usize::MAX)
 }
 
 /// Makes `buffer` hold at least `len` elements of `T`; what it held is lost when it grows.
@@ -189,7 +195,7 @@ impl<M> Weight<'_, M> {
 
     /// Returns the elements of a panel that is widened or made.
     fn own_panel_len(&self) -> usize {
-        self.in_features().next_multiple_of(k_step(self.dtype())) * PANEL_COLUMNS
+        stepped_k(self.in_features(), self.dtype()) * PANEL_COLUMNS
     }
 }
 

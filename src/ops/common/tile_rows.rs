@@ -105,7 +105,7 @@ impl Kernel for RowOfTiles<'_> {
 /// Writes a row, or a part of it that begins with a tile, to its places in a row of tiles, of which the
 /// first is that of `tiles`.
 #[inline(always)]
-fn store_row<S: Simd>(x: &[f32], tiles: &mut [u16]) {
+pub(crate) fn store_row<S: Simd>(x: &[f32], tiles: &mut [u16]) {
     for (x, place) in x.chunks(TILE_K).zip(tiles.chunks_mut(TILE_LEN)) {
         // SAFETY: this is called by a kernel, which runs for an instruction set that is there; 32 values
         // are read and written, of a copy where there are fewer.

@@ -141,7 +141,8 @@ impl Candidates {
         }
     }
 
-    /// Returns the tokens in ascending order and their probabilities, which add up to 1.
+    /// Returns the tokens in ascending order and their probabilities, which add up to 1. For tests.
+    #[doc(hidden)]
     pub fn probabilities(&self) -> impl Iterator<Item = (u32, f64)> + '_ {
         let sum = sum(&self.weights);
         let left = self.weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0);
