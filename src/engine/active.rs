@@ -46,7 +46,8 @@ impl Active {
     }
 }
 
-/// Returns all of them. (The locks are for choosing tokens on several threads.)
+/// The work of all sequences, by slot. Each slot has a lock, so that several threads can choose
+/// tokens.
 #[derive(Default)]
 pub(super) struct ActiveTable {
     slots: Vec<Mutex<Option<Active>>>,

@@ -219,7 +219,7 @@ impl LogitChanges {
     }
 
     /// Returns the changes for the token number `index` of the sequence, which comes after `tokens`: prompt and answer
-    /// so far, of which the last may still be missing where no repetition is banned. `None` if nothing does.
+    /// so far, of which the last may still be missing where no repetition is banned. `None` if there are none.
     pub fn row_after(
         &mut self,
         index: u64,

@@ -30,9 +30,10 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 /// Most waiting sequences that are passed over in one plan because others compute what they need.
 const MAX_HELD: usize = 64;
 
-/// A step is planned while the one before is under way unless that would leave out one sequence for so many others.
-/// Not to plan it costs those 9 percent of a step of a millisecond and 4 of one of five (Qwen3-0.6B and Qwen2.5-7B on
-/// an H200), and to be left out costs 40 percent and more of what a sequence gets.
+/// A step is planned while the one before is under way, unless it would leave out at least one sequence
+/// for every four that are ready. Waiting costs the others 9 % of a step of one millisecond and 4 % of
+/// one of five (Qwen3-0.6B and Qwen2.5-7B on an H200); being left out costs a sequence 40 % of its rate
+/// and more.
 const LEFT_OUT_SHARE: usize = 4;
 
 /// Plans that are in use at the same time, at most: those of two steps under way and the next one.
@@ -261,9 +262,10 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether the next step had better be planned when the one under way is finished, because of sequences that must
-    /// know its tokens before they go on. Planned now, the next step would have the others alone, and from then on the
-    /// two would take turns, each with the time of a whole step for half of the sequences.
+    /// Whether the next step should be planned only when the one under way is finished, because too many
+    /// sequences need the tokens of that one before they can go on. If the next step were planned now, it
+    /// would have the other sequences alone, and from then on the two groups would take turns: each step
+    /// would take its whole time for a part of the sequences.
     pub fn wants_finished_step(&self) -> bool {
         let (mut ready, mut left_out) = (0, 0);
         for sequence in self.running.iter().filter_map(|&slot| self.at(slot)) {

@@ -96,7 +96,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const bool is_f32 = scale_type == ScaleType::kF32;
   const uint64_t policy = weight_policy();
   // A slot of the ring has of each tile the codes and 64 bytes of scales, then of each token 128 bytes of codes, then
-  // the scales of the tokens. What a block makes of the tokens lies behind the rings of all warps, in the same order for
+  // the scales of the tokens. What a block makes of the tokens lies after the rings of all warps, in the same order for
   // each stage.
   const int padded_rows = (num_rows + 3) & ~3;
   const uint32_t token_codes = kIsOwn ? 0 : kFp8Tiles * kTileBytes;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const uint32_t ring = shared_address(staging) + warp * (kStages * slot_bytes);
   const uint32_t own_inputs = shared_address(staging) + kQuantisedWarps * kStages * slot_bytes;
 
-  // Tiles behind the last one are read as the last one, and not stored.
+  // Tiles past the last one are read as the last one, and not stored.
   const auto tile_of = [&](int r) { return static_cast<int64_t>(min(warp_tile + r, p.num_tiles - 1)); };
   const char* codes[kFp8Tiles];
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
     }
   }
 
-  // Tokens behind the last one are read as the last one, and not stored.
+  // Tokens past the last one are read as the last one, and not stored.
   uint32_t x_places[kFragments];  // of 16 inputs of the first half of a stage, and with bit 6 the other way of the second
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {

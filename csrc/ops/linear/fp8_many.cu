@@ -11,7 +11,7 @@
 // added in the order of the inputs, through shared memory. Or a block by itself computes one tile after the other, and
 // copies those ahead while it stores.
 //
-// Tokens behind the last one are not read: what the ring has in their place goes into sums that are not stored.
+// Tokens past the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"

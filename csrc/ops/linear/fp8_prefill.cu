@@ -15,7 +15,7 @@
 // A block computes one tile after the other and copies those ahead while it stores. (On an H200 it does not help that two
 // blocks with the same rows each copy one half of W to both.)
 //
-// Tokens behind the last one are not read: what the ring has in their place goes into sums that are not stored.
+// Tokens past the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/tma_cluster.cuh"

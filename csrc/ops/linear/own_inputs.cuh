@@ -32,7 +32,7 @@ struct OwnInputs {
     first_warp = warp & ~(num_warps - 1);
     thread = (warp - first_warp) * 32 + (threadIdx.x & 31);
     stride = num_warps * 32;
-    // Warps behind the last row do as those of the last one.
+    // Warps past the last row do as those of the last one.
     const int place = warp / num_warps;
     has_row = place < num_rows;
     row = min(place, num_rows - 1);
@@ -70,7 +70,7 @@ struct OwnInputs {
     }
   }
 
-  // Calls use(row, eight, inputs, is_wanted) for the eights `begin` to before `end` of all rows; those behind the end
+  // Calls use(row, eight, inputs, is_wanted) for the eights `begin` to before `end` of all rows; those past the end
   // of a row are zeros. All lanes of a warp call it together, some of them for inputs that are not wanted. The
   // threads of the block must meet before they read what others have stored.
   template <typename Use>

@@ -13,7 +13,7 @@
 // others share the inputs, as do the blocks of a cluster. Their sums are added in the order of the
 // inputs, through shared memory. Which inputs are added up by whom depends on k and on those numbers alone.
 //
-// x is not read behind the end of a row: there, its last eight numbers meet codes that stand for 0.
+// x is not read past the end of a row: there, its last eight numbers meet codes that stand for 0.
 #include "common/gemv.cuh"
 #include "common/pdl.cuh"
 #include "ops/linear/quantised.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   int first_groups[kTiles];
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
-    // Tiles behind the last one are read as the last one, and not stored.
+    // Tiles past the last one are read as the last one, and not stored.
     const int tile = min(block_tile + row_warp * kTiles + r, p.num_tiles - 1);
     codes[r] = static_cast<const char*>(p.codes) + static_cast<int64_t>(tile) * p.num_chunks * kChunkBytes + lane * 16;
     first_groups[r] = tile * p.num_groups;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   dependency_launch();
   dependency_wait();
 
-  // Tokens behind the last one are read as the last one, and not stored.
+  // Tokens past the last one are read as the last one, and not stored.
   const char* x = static_cast<const char*>(p.x) + static_cast<int64_t>(first_token) * p.k * 2;
   uint32_t token_offsets[kFragments];
 #pragma unroll

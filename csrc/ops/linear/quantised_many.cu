@@ -11,7 +11,7 @@
 // inputs of each half of the chunk (src/ops/quantised/tiles.rs); the four lanes of a row exchange them, as codes.
 //
 // The blocks of a cluster share the tile and divide its inputs; their sums are added in the order of the inputs,
-// through shared memory. Tokens behind the last one are not read: what the ring has in their place goes into sums
+// through shared memory. Tokens past the last one are not read: what the ring has in their place goes into sums
 // that are not stored.
 #include <type_traits>
 
@@ -250,7 +250,7 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     const Exchange exchange;
     const int row = lane >> 2;
     // While a piece is multiplied, the numbers of the next one are made in other registers, and then the codes of the
-    // one after that are fetched. (ptxas, 13.0, moves what follows the loop of a barrier behind the wait for the
+    // one after that are fetched. (ptxas, 13.0, moves what follows the loop of a barrier past the wait for the
     // products, where nothing is multiplied; and it waits for each product where one is under way in a branch.)
     constexpr int kPieces = S::kPieces, kSteps = S::kPieceInputs / 16, kWords = kIsInt4 ? kSteps : 2 * kSteps;
     constexpr int kPieceShift = kPieces == 2 ? 1 : 2;

@@ -126,7 +126,7 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
       const int first_unit = next_stage * kUnits, num_units = (stop - next_stage) * kUnits;
       mbarrier_arrive_expect(barrier, bytes + num_units * (group_bytes + (has_zeros ? 16 : 0)));
       bulk_copy(target, static_cast<const char*>(p.codes) + next_tile * tile_bytes + offset, bytes, barrier, policy);
-      // Groups that are units lie beside each other; units behind the last group have its scale.
+      // Groups that are units lie beside each other; units past the last group have its scale.
       const bool are_beside = p.is_group_a_unit && first_unit + num_units <= p.num_groups;
       const int step = are_beside ? num_units : 1;
       for (int u = 0; u < num_units; u += step) {

@@ -40,7 +40,7 @@ __device__ __forceinline__ StagePower stage_power(const uint4& v) {
           is_finite ? (exponent - 13) << 23 : 0x7fffffffu};
 }
 
-// A warp has the inputs from stage `begin` up to `end`, each of 128; behind the end of the row they are zeros.
+// A warp has the inputs from stage `begin` up to `end`, each of 128; past the end of the row they are zeros.
 template <typename T>
 struct WarpInputs {
   static constexpr int kAhead = 2;  // vectors of eight inputs that a lane keeps

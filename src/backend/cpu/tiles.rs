@@ -149,8 +149,9 @@ pub unsafe trait TileUnit: Sized {
     /// The pointers of `operands` cover what its fields say.
     unsafe fn byte_block<const ROWS: usize>(&mut self, operands: &ByteOperands);
 
-    /// Computes the first `num_rows` rows, at least one, of 16 rows times a panel, in the way that is fastest for so few where the right operand comes from memory; the other rows of
-    /// `out` may be left as they are. With `accumulate` or without, and the same bits.
+    /// Computes the first `num_rows` of 16 rows times a panel, at least one. It is for few rows whose
+    /// right operand comes from memory. The other rows of `out` may be left as they are. The bits are
+    /// those of `panel_block`, with `accumulate` or without.
     /// # Safety
     /// As for `block`.
     #[inline(always)]

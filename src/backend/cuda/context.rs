@@ -350,7 +350,7 @@ impl CudaContext {
         *self.cublas_workspace_bytes.get_or_init(|| MAX_CUBLAS_WORKSPACE_BYTES)
     }
 
-    /// Queues kernel `name` of `csrc/ops/<source>.cu`.
+    /// Queues a kernel.
     ///
     /// # Safety
     /// The arguments are those of the kernel, and its accesses with these extents lie in memory

@@ -87,8 +87,10 @@ impl Model {
     ///
     /// On the CPU every row's result depends on its own sequence alone, bit for bit: not on the
     /// other sequences of the batch, not on how the sequence was cut into batches, not on the
-    /// number of threads. On CUDA the kernels, and with them the last bits, depend on the number of
-    /// rows. `should_stop` is asked between layers; true ends the pass with
+    /// number of threads. Models of bf16 with quantised weights are an exception unless they were loaded
+    /// as deterministic: on a processor with AMX or AMD's AVX-512 BF16, batches of many tokens may round
+    /// weights and inputs to bf16. On CUDA the kernels, and with them the last bits, depend on the
+    /// number of rows. `should_stop` is asked between layers; true ends the pass with
     /// [`ErrorKind::Cancelled`], after which the keys and values of this batch are to be considered
     /// unwritten.
     pub fn forward(
@@ -114,7 +116,6 @@ impl Model {
 
     /// Runs the tokens of `batch` as [`Model::forward`] does, and scores one token for each row of
     /// `batch.logits_rows`. The logits stay where they are computed.
-    ///
     pub fn score(
         &self,
         batch: &ForwardBatch<'_>,

@@ -34,16 +34,18 @@ pub(crate) const MAX_UNIT_ROWS: usize = 512;
 const MAX_UNIT_PANELS: usize = 8;
 /// The most bytes of rows that are taken to fit into the second-level cache.
 pub(crate) const FITTING_BYTES: usize = 1 << 20;
-/// The steps of k of a part of rows that do not fit: [`MAX_UNIT_ROWS`] of them take as many bytes as fit.
+/// The steps of k of a part of rows that do not fit: [`MAX_UNIT_ROWS`] of them take as many bytes as
+/// fit.
 const PART_STEPS: usize = FITTING_BYTES / (MAX_UNIT_ROWS * TILE_K * size_of::<u16>());
 /// The steps of k of a stretch: that of 32 rows stays in the first-level cache.
 const STRETCH_STEPS: usize = 16;
-/// The steps of k of a panel that are made at a time for a single row of tiles: two such stretches stay in the
-/// first-level cache.
+/// The steps of k of a panel that are made at a time for a single row of tiles: two such stretches
+/// stay in the first-level cache.
 const FEW_STEPS: usize = 4;
-/// Up to so many pairs of rows of tiles, nothing is prefetched from memory: the fetches of a panel would be so
-/// close that they hold up the loads from the second-level cache, and the first pair reads it as fast.
-/// Without them 48 to 160 rows of Qwen3-0.6B's shape take 3 to 11 % less (a Xeon with AMX), 256 none.
+/// Up to this many pairs of rows of tiles, nothing is prefetched from memory. The prefetches of a
+/// panel would follow each other so closely that they delay the loads from the second-level cache, and
+/// the first pair reads the panel as fast without them. On a Xeon with AMX that saves 3 to 11 % of the
+/// time of 48 to 160 rows of Qwen3-0.6B's shape, and nothing with 256 rows.
 const UNFETCHED_PAIRS: usize = 5;
 /// The elements of a step of a panel, and its lines in the cache.
 pub(crate) const STEP_LEN: usize = PANEL_TILES * TILE_LEN;

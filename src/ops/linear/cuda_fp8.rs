@@ -66,7 +66,7 @@ struct Division {
     /// The blocks of a cluster, which share the inputs.
     splits: u64,
     /// The stages of the rings of blocks that quantise x themselves, and keep what they need of it
-    /// behind the rings; 0 of others.
+    /// after the rings; 0 of others.
     own_stages: u64,
 }
 
