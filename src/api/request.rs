@@ -321,8 +321,9 @@ impl Request {
         self
     }
 
-    /// As [`log_probs`](Request::log_probs), by the logits after biases, penalties and the temperature. The filters top-k,
-    /// top-p and min-p do not count.
+    /// As [`log_probs`](Request::log_probs), by the logits after biases, penalties, banned repetitions,
+    /// `min_tokens`, first tokens, the form of the answer and the temperature. The filters top-k, top-p,
+    /// min-p and typical-p do not count.
     pub fn processed_log_probs(mut self, num_top: u32) -> Self {
         self.log_probs = Some(LogProbsWanted { num_top, processed: true });
         self

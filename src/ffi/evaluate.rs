@@ -136,7 +136,8 @@ fn check_size(vocab_size: usize, num_tokens: usize, all: bool) -> Result<usize> 
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_token_score {
-    /// The natural logarithm of the token's softmax over the whole vocabulary, at most 0.
+    /// The natural logarithm of the token's softmax over the whole vocabulary, at most 0; NaN where a
+    /// logit of the model is NaN or plus infinity.
     pub log_prob: f32,
     /// 1 if no other token was likelier, nor as likely with a lower id; else 0.
     pub is_likeliest: u32,

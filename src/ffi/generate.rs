@@ -287,8 +287,11 @@ static RESULTS: HandleTable<ResultObject> = HandleTable::new(6, "result");
 /// callback. result: receives a handle that the caller frees with xserv_result_free(); NULL if the
 /// callback is all you need.
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL
-/// (the prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field; or no token is left to choose),
+/// XSERV_STATUS_UNSUPPORTED (text without a tokenizer, messages without a usable chat template, a
+/// constraint or a tool_choice that cannot be kept to), XSERV_STATUS_CONTEXT_FULL (the prompt alone is
+/// too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_INVALID_FILE (logits that are not finite: damaged
+/// weights), XSERV_STATUS_DEVICE_LOST, XSERV_STATUS_OUT_OF_MEMORY.
 ///
 /// # Safety
 /// `request` is readable for its struct_size and its pointers obey their fields' comments; `result`

@@ -115,8 +115,9 @@ pub struct xserv_load_options {
     /// found its prefix in the cache. That holds for one version of the library on one kind of GPU with
     /// one dtype. 0 (default): on a GPU the rounding of sums may depend on the sizes of a step, and a
     /// token may differ where two are nearly as likely. The CPU works as with 1, except with quantised
-    /// weights in bf16 on a processor with AMX, which rounds them and their inputs to bf16 in steps of
-    /// many tokens: without that, prompts of Qwen3-0.6B's shape took it 1.4 to 4 times as long.
+    /// weights in a bf16 model on a processor with AMX or AMD's AVX-512 BF16, which may round them and
+    /// their inputs to bf16 in steps of many tokens. Without that, prompts of Qwen3-0.6B's shape took 1.4
+    /// to 4 times as long with AMX.
     ///
     /// On a GPU it costs speed because cuBLAS is not used and decoding takes the kernels of larger steps.
     /// On an H200 in bf16 (512 tokens of context) a step of one sequence takes twice as long with

@@ -1,4 +1,4 @@
-//! Attention, as C functions.
+//! Attention.
 
 #![allow(non_camel_case_types)]
 

@@ -1,4 +1,4 @@
-//! Copies between tensors, as a C function.
+//! Copies between tensors.
 
 #![allow(non_camel_case_types)]
 

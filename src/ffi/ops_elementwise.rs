@@ -1,4 +1,4 @@
-//! Operators on single elements: activations, add, mul, cast; and transpose, as C functions.
+//! Operators on single elements: activations, add, mul, cast; and transpose.
 
 #![allow(non_camel_case_types)]
 

@@ -1,4 +1,4 @@
-//! Matrix products, their gradients and the gradient check, as C functions.
+//! Matrix products, their gradients and the gradient check.
 
 #![allow(non_camel_case_types)]
 

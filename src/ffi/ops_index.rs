@@ -1,4 +1,4 @@
-//! Operators with indices: embedding, rotary embeddings, argmax, top-k; as C functions.
+//! Operators with indices: embedding, rotary embeddings, argmax, top-k.
 
 #![allow(non_camel_case_types)]
 

@@ -1,4 +1,4 @@
-//! Operators with quantised matrices: to codes and back, and the product; as C functions.
+//! Operators with quantised matrices: to codes and back, and the product.
 
 #![allow(non_camel_case_types)]
 

@@ -1,4 +1,4 @@
-//! Operators on rows: norms and softmax, as C functions.
+//! Operators on rows: norms and softmax.
 
 #![allow(non_camel_case_types)]
 

@@ -125,8 +125,7 @@ pub enum xserv_tool_choice {
 /// Sampling fields left unset take the value of the model's generation_config.json, or if that has
 /// none the neutral value given below. Parameters have the meaning that they have in Transformers,
 /// and are applied in its order: logit_bias, repetition, presence and frequency penalty,
-/// no_repeat_ngram_size, temperature,
-/// top_k, top_p, min_p.
+/// no_repeat_ngram_size, min_tokens, temperature, top_k, top_p, min_p, typical_p.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_request {
@@ -204,8 +203,9 @@ pub struct xserv_request {
     /// 1: the model's own end tokens do not end the generation. Default 0.
     pub ignore_eos: u8,
     /// With num_log_probs: 0 (default): log-probabilities of the model's own logits; 1: of the logits
-    /// after logit_bias, min_tokens, penalties and temperature (which does not count if it is 0). The
-    /// filters top_k, top_p and min_p never count.
+    /// after logit_bias, penalties, no_repeat_ngram_size, min_tokens, first_tokens, the constraint and
+    /// the temperature (which does not count if it is 0). A token that one of these bans has minus
+    /// infinity. The filters top_k, top_p, min_p and typical_p never count.
     pub processed_log_probs: u8,
     /// With messages_json: 0 (default): special tokens written in messages and tools, such as <|im_end|>, are
     /// ordinary text, so that no text can pretend to be another turn (in messages of the assistant, tags

@@ -1,4 +1,4 @@
-//! The self-test of the operators, as a C function.
+//! The self-test of the operators.
 
 #![allow(non_camel_case_types)]
 

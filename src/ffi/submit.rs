@@ -379,10 +379,12 @@ pub unsafe extern "C" fn xserv_submit(
 ///
 /// event: struct_size must be set.
 ///
-/// Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
-/// XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others.
-/// This includes a lack of memory in this very call: no event is left out without the sample's end.
-/// XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback with a timeout other than 0).
+/// Errors: the failure of a sample, which has then ended, and the next call continues with the others:
+/// XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST, XSERV_STATUS_INVALID_FILE (logits that are not
+/// finite), XSERV_STATUS_UNSUPPORTED (a constraint that became too complex),
+/// XSERV_STATUS_INVALID_ARGUMENT (no token is left to choose). This includes a lack of memory in this
+/// very call: no event is left out without the sample's end. XSERV_STATUS_INVALID_ARGUMENT also where
+/// it is called in a wake-up callback with a timeout other than 0.
 ///
 /// # Safety
 /// `event` is writable for the struct_size that it claims.

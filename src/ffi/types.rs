@@ -27,15 +27,15 @@ pub const XSERV_NO_TOKEN: u32 = u32::MAX;
 pub enum xserv_device_kind {
     /// The processor, with the best instruction set that it has.
     XSERV_DEVICE_CPU = 0,
-    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first
-    /// one; without one XSERV_STATUS_NO_DEVICE is reported.
+    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later): the one that device_index
+    /// names, by default the first. XSERV_STATUS_NO_DEVICE without one.
     XSERV_DEVICE_CUDA = 1,
-    /// The first GPU where it can be used and the model runs and fits there, else the CPU.
+    /// That GPU where it can be used and the model runs and fits there, else the CPU.
     XSERV_DEVICE_AUTO = 2,
 }
 
-/// What the matrices of a model's layers are kept as. Embeddings, the output matrix, norms and biases
-/// stay as they are stored.
+/// How matrices are stored in memory: those of the layers (xserv_load_options.weights), or the embedding
+/// and the output matrix (xserv_load_options.embeddings). Norms and biases are never quantised.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub enum xserv_kv_cache_format {
     /// Floats of 8 bits (e4m3fn of the OCP standard, torch.float8_e4m3fn) without a scale: half the
     /// memory of bf16 for each token, so twice as many tokens, and half the bytes to read in a long
     /// context. A key or value of at least 2^-6 is kept to within a sixteenth, a smaller one to within
-    /// 2^-10; those beyond 448 become 448, and what is no number stays none. Attention computes with the
+    /// 2^-10; those beyond 448 become 448, and NaN stays NaN. Attention computes with the
     /// same type as without it.
     XSERV_KV_CACHE_FP8 = 1,
 }
@@ -73,10 +73,13 @@ pub enum xserv_kv_cache_format {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_activations {
     /// Integers of 16 bits, with a scale for each group of inputs, or each 128 of a longer one: within
-    /// 1/65024 of the largest activation of the group.
+    /// 1/65024 of the largest activation of the group. In steps of many tokens of a bf16 model, a processor
+    /// with AMX or AMD's AVX-512 BF16 may take them in bf16 instead, unless
+    /// xserv_load_options.deterministic is 1.
     XSERV_ACTIVATIONS_AS_COMPUTED = 0,
     /// Integers of 8 bits with such scales, within 1/254 of the largest activation of the group. Prompts are
-    /// faster, most with long groups, where the processor multiplies bytes (AMX, VNNI).
+    /// faster, most with long groups, where the processor multiplies bytes (AMX, VNNI). With groups of fewer
+    /// than 64 inputs, a processor with AMX may take them in bf16 in such steps as well.
     XSERV_ACTIVATIONS_INT8 = 1,
 }
 

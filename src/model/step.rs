@@ -69,8 +69,8 @@ pub struct LogProbsWanted {
     /// The number of the most likely tokens that are told besides the chosen one, at most
     /// [`MAX_TOP_LOG_PROBS`].
     pub num_top: u32,
-    /// Whether biases, penalties and the temperature count. (The filters top-k, top-p and min-p
-    /// never do.)
+    /// Whether the changes of the logits (biases, penalties, bans, masks) and the temperature count. (The
+    /// filters top-k, top-p, min-p and typical-p never do.)
     pub processed: bool,
 }
 

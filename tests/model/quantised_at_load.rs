@@ -112,8 +112,8 @@ fn with_byte_activations(path: &str, weights: WeightStorage, num_threads: usize)
     open(path, weights, 0)?.load(backend, &options, &mut |_| true)
 }
 
-/// In bf16 a processor with AMX rounds weights and their inputs to it in passes of many tokens, unless the
-/// model is to be deterministic.
+/// In bf16 a processor with AMX or AMD's AVX-512 BF16 rounds weights and their inputs to it in passes of
+/// many tokens, unless the model is to be deterministic.
 #[test]
 fn deterministic_models_have_the_same_bits_however_a_prompt_is_cut_and_others_nearly() {
     for (name, dir, prompt) in models() {

@@ -30,7 +30,8 @@ void load_arguments_begin(load_arguments *self) {
       {"--kv-cache", "computed|fp8", OPTION_CHOICE, &options->kv_cache_format,
        "what the KV cache stores\n(computed: numbers of the type computed with)", 0, 0},
       {"--activations", "computed|int8", OPTION_CHOICE, &options->activations,
-       "what products with weights of 4 and 8 bits take\nactivations as on the CPU (computed: 16 bits)", 0, 0},
+       "what products with weights of 4 and 8 bits take\nactivations as on the CPU (computed: integers of 16\n"
+       "bits, or bf16 for many tokens of a bf16 model)", 0, 0},
       {"--max-prefill-tokens", "N", OPTION_UINT64, &options->max_prefill_tokens,
        "prompt tokens in one step (0: 512, 2048 on a GPU)", 0, UINT64_MAX},
       {"--max-batch-size", "N", OPTION_UINT32, &options->max_batch_size,

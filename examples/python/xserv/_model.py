@@ -619,9 +619,11 @@ class Model(NotCopyable):
     kv_cache_format: what the KV cache stores: "as computed" (default), numbers of dtype, or "fp8", floats of 8 bits
         (torch.float8_e4m3fn, without a scale), which take half the memory of bf16, so that there is room for twice
         as many tokens.
-    activations: what products with weights of 4 and 8 bits take their activations as on the CPU: "as computed" (default),
-        integers of 16 bits, or "int8", with which prompts are faster and results less exact. Without such weights, and on
-        a GPU, it changes nothing.
+    activations: what products with weights of 4 and 8 bits take their activations as on the CPU: "as computed"
+        (default), integers of 16 bits, or "int8", with which prompts are faster and results less exact. In steps of
+        many tokens of a bf16 model that is not deterministic, a processor with AMX or AMD's AVX-512 BF16 may take
+        them in bf16 instead; with "int8" only AMX does, in groups of fewer than 64. Without such weights, and on a
+        GPU, it changes nothing.
     kept_weights: a file in which what weights and embeddings quantise is kept for later loads, or None (default). If
         it is there, it is read instead of what it was made from; else the load makes it. A file of other options or of
         another model, or a damaged one, is refused (InvalidFileError) and never overwritten.
@@ -644,7 +646,8 @@ class Model(NotCopyable):
         a GPU an eighth of the available memory, 4 GiB at most, on the CPU none.
     prefix_cache: whether requests share the keys and values of common prefixes. Default True.
     deterministic: whether the output of a request depends on the request alone, to the last bit, as on the CPU it
-        always does but with quantised weights in bf16 on a processor with AMX. It costs speed. Default False.
+        always does but with quantised weights in a bf16 model on a processor with AMX or AMD's AVX-512 BF16. It
+        costs speed. Default False.
     random_weights: make up the weights, of which only config.json is read: to time a shape without its files.
         Default False.
     progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises

@@ -49,8 +49,8 @@ class GenerateOptions(TypedDict, total=False):
 
     How to choose tokens. What is left out comes from the model's generation_config.json or, if that has
     nothing, is the neutral value. The options mean what they mean in Transformers, and are applied in its
-    order: logit_bias, repetition, presence and frequency penalty, no_repeat_ngram_size, temperature,
-    top_k, top_p, min_p, typical_p.
+    order: logit_bias, repetition, presence and frequency penalty, no_repeat_ngram_size, min_tokens,
+    temperature, top_k, top_p, min_p, typical_p.
 
     temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If
         left out, generation is greedy unless generation_config.json has do_sample.
@@ -75,8 +75,8 @@ class GenerateOptions(TypedDict, total=False):
         It returns None, or False to stop. It runs on a thread of its own, and costs a copy of the logits to the host
         and back with every token. For generate() without stream only.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
-        model (on a GPU, and with quantised weights on AMX, up to rounding, unless the model was loaded with
-        deterministic=True). Default: a fresh one, which Result.seed tells.
+        model (on a GPU, and with quantised weights on a CPU with AMX or AMD's AVX-512 BF16, up to rounding,
+        unless the model was loaded with deterministic=True). Default: a fresh one, which Result.seed tells.
     num_samples: the number of independent continuations of the prompt, which is computed once for all; 1
         (default) to 256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells
         whose a piece is.
@@ -89,8 +89,10 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: tells the log-probability of each token of the prompt after those before it, and of this many of
         the most likely tokens in its place, 0 to 20: Result.prompt_logprobs and Result.prompt_top_logprobs have them,
         and the events of a stream. The prompt is then computed by itself first, whole. Default: none.
-    processed_logprobs: with logprobs: whether they are those of the logits after logit_bias, min_tokens, penalties
-        and temperature, instead of the model's own. (top_k, top_p and min_p never count.) Default False.
+    processed_logprobs: with logprobs: whether they are those of the logits after logit_bias, penalties,
+        no_repeat_ngram_size, min_tokens, first_tokens, the form of the answer and the temperature, instead of the
+        model's own. A token that one of these bans has minus infinity. (top_k, top_p, min_p and typical_p never
+        count.) Default False.
 
     answer_format: how the text is taken apart, into reasoning, content and tool_calls of the Result: "auto" (the
         default with messages: as the model's chat template writes calls, or as its response_template says if that

@@ -19,7 +19,8 @@ pub struct LoadOptions {
     pub map_files: bool,
     /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its
     /// prompt is cut, and whether it is computed for the first time or again. On the CPU that is
-    /// always so.
+    /// always so, except with quantised weights in bf16 on a processor with AMX or AMD's AVX-512 BF16:
+    /// there it holds with this option only.
     pub deterministic: bool,
     /// What the KV cache stores.
     pub kv_format: KvFormat,
@@ -32,10 +33,13 @@ pub struct LoadOptions {
 /// What products with weights of integers take their activations as on the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationFormat {
-    /// As integers of 16 bits, with a scale for each group of inputs.
+    /// As integers of 16 bits, with a scale for each group of inputs. In passes of many tokens of a
+    /// model of bf16 that is not deterministic, as numbers of bf16 where the processor multiplies them
+    /// (AMX, AMD's AVX-512 BF16).
     #[default]
     AsComputed,
-    /// As integers of 8 bits, with a scale for each group of inputs.
+    /// As integers of 8 bits, with a scale for each group of inputs. With groups of fewer than 64, AMX
+    /// takes numbers of bf16 in such passes as well.
     Int8,
 }
 
