@@ -12,8 +12,8 @@
 //! # }
 //! ```
 //!
-//! The face for Rust is [`api`], whose names are also those of the crate. All that follows is for those who work on the
-//! library.
+//! The face for Rust is [`api`], whose names are also those of the crate. All that follows is for
+//! those who work on the library.
 //!
 //! ## Layers
 //!
@@ -24,19 +24,20 @@
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
-//! All layers use [`error`], [`panic_guard`], [`process`], [`reserve`], [`thread_state`] and [`threads`]; [`text`] (tokenizer,
-//! detokenizer, chat template) knows nothing of tensors.
+//! All layers use [`error`], [`panic_guard`], [`process`], [`reserve`], [`thread_state`] and
+//! [`threads`]; [`text`] (tokenizer, detokenizer, chat template) knows nothing of tensors.
 //!
 //! ## Operators
 //!
-//! Each operator is one folder of [`ops`], which holds the table of them. The decoder ([`model::decoder`]) says what is
-//! computed, in the words of the papers; the operator alone decides by which kernel. How to add an operator, a family, a
-//! weight format or a sampling parameter, and what the words of this code mean, is in [`guide`].
+//! Each operator is one folder of [`ops`], which holds the table of them. The decoder
+//! ([`model::decoder`]) says what is computed, in the words of the papers; the operator alone
+//! decides by which kernel. How to add an operator, a family, a weight format or a sampling
+//! parameter, and what the words of this code mean, is in [`guide`].
 //!
-//! The build script compiles the `.cu` files of `csrc` to fatbins inside the library; `backend/cuda` finds the driver
-//! at run time, loads them, and gives a [`backend::ComputeContext`] its stream, its caching allocator and
-//! its sticky errors. A kernel never follows an index that it cannot trust: it reports the first one in a
-//! record that the host reads when it synchronises.
+//! The build script compiles the `.cu` files of `csrc` to fatbins inside the library;
+//! `backend/cuda` finds the driver at run time, loads them, and gives a [`backend::ComputeContext`]
+//! its stream, its caching allocator and its sticky errors. A kernel never follows an index that it
+//! cannot trust: it reports the first one in a record that the host reads when it synchronises.
 //!
 //! ## Threads
 //!

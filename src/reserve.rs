@@ -162,10 +162,11 @@ impl Reserve {
 
 static RESERVE: Reserve = Reserve::new();
 
-/// What a test is told of the allocations of all threads. The functions may allocate, but then they are called again.
+/// What a test is told of the allocations of all threads. The functions may allocate, but then they
+/// are called again.
 pub struct Watcher {
-    /// Is told the bytes of each allocation, and returns whether it may succeed; else the reserve does not serve it
-    /// either.
+    /// Is told the bytes of each allocation, and returns whether it may succeed; else the reserve
+    /// does not serve it either.
     pub may_allocate: fn(usize) -> bool,
     /// Is called for each block that is freed.
     pub freed: fn(),
@@ -173,8 +174,8 @@ pub struct Watcher {
 
 static WATCHER: OnceLock<Watcher> = OnceLock::new();
 
-/// Has `watcher` called from now on; one after the first is ignored. Builds without debug assertions, such as the
-/// shipped library, call none.
+/// Has `watcher` called from now on; one after the first is ignored. Builds without debug
+/// assertions, such as the shipped library, call none.
 pub fn watch(watcher: Watcher) {
     let _ = WATCHER.set(watcher);
 }

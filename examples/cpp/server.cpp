@@ -1,7 +1,8 @@
 // Serves a model to OpenAI's clients, on this machine:  server MODEL [PORT]
 //
-// POST /v1/chat/completions (streaming and not), GET /v1/models and GET /health, with cpp-httplib and nlohmann-json.
-// Each connection has a thread of cpp-httplib; the library computes the requests of all threads together.
+// POST /v1/chat/completions (streaming and not), GET /v1/models and GET /health, with cpp-httplib
+// and nlohmann-json. Each connection has a thread of cpp-httplib; the library computes the requests
+// of all threads together.
 
 #include <atomic>
 #include <csignal>

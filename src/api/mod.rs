@@ -13,13 +13,13 @@
 //! # }
 //! ```
 //!
-//! A [`Model`] may be used from any thread; each step of it computes the requests of all threads together. Nothing here
-//! needs a runtime, prints, or ends the process. The Cargo feature `reserve` (on by default) sets the global allocator of
-//! the shared library: a program with one of its own, or that wants the system's, takes the crate with
-//! `default-features = false`.
+//! A [`Model`] may be used from any thread; each step of it computes the requests of all threads
+//! together. Nothing here needs a runtime, prints, or ends the process. The Cargo feature `reserve`
+//! (on by default) sets the global allocator of the shared library: a program with one of its own,
+//! or that wants the system's, takes the crate with `default-features = false`.
 //!
-//! The other modules of this crate are the library's inside: they are documented for those who work on it, and change
-//! without notice.
+//! The other modules of this crate are the library's inside: they are documented for those who work
+//! on it, and change without notice.
 
 mod model;
 mod request;

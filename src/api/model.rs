@@ -35,8 +35,9 @@ pub struct Model {
 }
 
 impl Model {
-    /// Opens a folder as Hugging Face publishes it, or the name of a repository (`org/name`) that the local Hugging Face
-    /// cache holds, with the default options: on the first NVIDIA GPU where the model runs and fits, else on the CPU.
+    /// Opens a folder as Hugging Face publishes it, or the name of a repository (`org/name`) that
+    /// the local Hugging Face cache holds, with the default options: on the first NVIDIA GPU where
+    /// the model runs and fits, else on the CPU.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         Model::load(path.as_ref(), &LoadOptions::default())
     }
@@ -46,8 +47,8 @@ impl Model {
         Model::load_with(path, options, Logger::silent(), |_| true)
     }
 
-    /// The same with a log, and with a function that is told the fraction of the weights that is loaded, from 0 to 1; the
-    /// load ends as cancelled when it returns false.
+    /// The same with a log, and with a function that is told the fraction of the weights that is
+    /// loaded, from 0 to 1; the load ends as cancelled when it returns false.
     pub fn load_with(
         path: &Path,
         options: &LoadOptions,
@@ -77,9 +78,10 @@ impl Model {
         self.stream(request)?.finish()
     }
 
-    /// As [`generate_all`](Model::generate_all), and calls `change` on this thread before every choice of a token, with the
-    /// model's logits: `vocab_size` numbers, which it may change before biases, penalties and filters are applied; minus
-    /// infinity bans a token. It returns false to stop the request. The request's samples wait for it, others do not.
+    /// As [`generate_all`](Model::generate_all), and calls `change` on this thread before every
+    /// choice of a token, with the model's logits: `vocab_size` numbers, which it may change before
+    /// biases, penalties and filters are applied; minus infinity bans a token. It returns false to
+    /// stop the request. The request's samples wait for it, others do not.
     pub fn generate_with_logits(
         &self,
         request: &Request,
@@ -96,8 +98,8 @@ impl Model {
         Ok(Stream::new(self.engine.submit(&request.as_engine(), None)?))
     }
 
-    /// Returns the token ids of a text, with the tokens that the tokenizer adds by itself. Special tokens written in
-    /// the text become their ids.
+    /// Returns the token ids of a text, with the tokens that the tokenizer adds by itself. Special
+    /// tokens written in the text become their ids.
     pub fn tokenize(&self, text: &str) -> Result<Vec<u32>> {
         self.engine.tokenize(text, true, true)
     }
@@ -132,10 +134,10 @@ impl Model {
         Ok(logits)
     }
 
-    /// Returns the log-probabilities that the model gives the tokens of `ids` from index `num_given` (at least 1) on,
-    /// each after all those before it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the
-    /// perplexity. Calls and requests with the same `cache_key` (0 is the usual one) share the keys and values of the
-    /// tokens before `num_given`.
+    /// Returns the log-probabilities that the model gives the tokens of `ids` from index
+    /// `num_given` (at least 1) on, each after all those before it. The sum of their `log_prob` is
+    /// the log-likelihood, `exp` of minus the mean the perplexity. Calls and requests with the same
+    /// `cache_key` (0 is the usual one) share the keys and values of the tokens before `num_given`.
     pub fn score(&self, ids: &[u32], num_given: usize, cache_key: u64) -> Result<Vec<TokenScore>> {
         self.engine.check_process()?;
         let count = ids.len().saturating_sub(num_given);
@@ -154,15 +156,16 @@ impl Model {
         self.engine.shape()
     }
 
-    /// Returns the engine beneath, with all that it tells: device, element type, memory, tokenizer, end tokens.
+    /// Returns the engine beneath, with all that it tells: device, element type, memory, tokenizer,
+    /// end tokens.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 }
 
 impl Drop for Model {
-    /// Ends the model's requests as cancelled; a [`Stream`] of it tells that they have ended. Waits for calls of other
-    /// threads on it, and releases its memory.
+    /// Ends the model's requests as cancelled; a [`Stream`] of it tells that they have ended. Waits
+    /// for calls of other threads on it, and releases its memory.
     fn drop(&mut self) {
         self.engine.close();
         if self.engine.check_process().is_err() {

@@ -15,7 +15,8 @@ use crate::engine::{
 pub struct Message(Value);
 
 impl Message {
-    /// A message of any role: "system", "user", "assistant", "tool", or what else the model's chat template knows.
+    /// A message of any role: "system", "user", "assistant", "tool", or what else the model's chat
+    /// template knows.
     pub fn new(role: &str, content: &str) -> Self {
         Message(json!({"role": role, "content": content}))
     }
@@ -35,8 +36,8 @@ impl Message {
         Message::new("system", content)
     }
 
-    /// A message with further fields, such as `tool_calls`: a JSON object with a `role`, as the chat completion format of
-    /// hosted services has it. It is checked when the request is made.
+    /// A message with further fields, such as `tool_calls`: a JSON object with a `role`, as the
+    /// chat completion format of hosted services has it. It is checked when the request is made.
     pub fn from_json(message: Value) -> Self {
         Message(message)
     }
@@ -190,13 +191,15 @@ impl Request {
         Request::new(Source::Chat(Value::Array(messages).to_string()))
     }
 
-    /// Tools that the model may call: a JSON array in the chat completion format of hosted services. For chats only.
+    /// Tools that the model may call: a JSON array in the chat completion format of hosted
+    /// services. For chats only.
     pub fn tools(mut self, tools: &Value) -> Self {
         self.tools = Some(tools.to_string());
         self
     }
 
-    /// Further variables of the chat template, such as `{"enable_thinking": false}`: a JSON object. For chats only.
+    /// Further variables of the chat template, such as `{"enable_thinking": false}`: a JSON object.
+    /// For chats only.
     pub fn template_variables(mut self, variables: &Value) -> Self {
         self.variables = Some(variables.to_string());
         self
@@ -238,15 +241,16 @@ impl Request {
         self
     }
 
-    /// Adds a number to the logit of a token before anything else is applied to it: -10000 to 10000, or minus infinity,
-    /// which bans the token. May be called for up to 16384 tokens, once each.
+    /// Adds a number to the logit of a token before anything else is applied to it: -10000 to
+    /// 10000, or minus infinity, which bans the token. May be called for up to 16384 tokens, once
+    /// each.
     pub fn logit_bias(mut self, token_id: u32, bias: f32) -> Self {
         self.logit_bias.push(LogitBias { token_id, bias });
         self
     }
 
-    /// Keeps the tokens whose information content is nearest to the entropy and that together have this probability
-    /// (locally typical sampling); above 0, at most 1, which keeps all.
+    /// Keeps the tokens whose information content is nearest to the entropy and that together have
+    /// this probability (locally typical sampling); above 0, at most 1, which keeps all.
     pub fn typical_p(mut self, typical_p: f32) -> Self {
         self.sampling.typical_p = Some(typical_p);
         self
@@ -258,9 +262,10 @@ impl Request {
         self
     }
 
-    /// The text of the answer is a JSON value that this schema allows, its properties in the order of the schema. What
-    /// cannot be followed to the letter is refused, by its path, when the request is made. The last form that is asked for
-    /// counts. An answer whose text is complete, and that nothing can follow, ends as
+    /// The text of the answer is a JSON value that this schema allows, its properties in the order
+    /// of the schema. What cannot be followed to the letter is refused, by its path, when the
+    /// request is made. The last form that is asked for counts. An answer whose text is complete,
+    /// and that nothing can follow, ends as
     /// [`FinishReason::Complete`](super::FinishReason::Complete).
     pub fn json_schema(mut self, schema: &Value) -> Self {
         self.form = Some(Form::JsonSchema(schema.to_string()));
@@ -299,23 +304,25 @@ impl Request {
         self
     }
 
-    /// The number of generated tokens before which none that ends the generation is chosen: neither the model's own end
-    /// tokens (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most `max_tokens`; default: 0.
+    /// The number of generated tokens before which none that ends the generation is chosen: neither
+    /// the model's own end tokens (unless they are ignored) nor those of
+    /// [`stop_token_ids`](Request::stop_token_ids). At most `max_tokens`; default: 0.
     pub fn min_tokens(mut self, min_tokens: u32) -> Self {
         self.min_tokens = min_tokens;
         self
     }
 
-    /// Tells the log-probability of every generated token, and of the `num_top` most likely ones in its place, at most 20,
-    /// by the model's own logits: see [`Event::Token`](super::Event::Token) and [`Generation`](super::Generation).
+    /// Tells the log-probability of every generated token, and of the `num_top` most likely ones in
+    /// its place, at most 20, by the model's own logits: see [`Event::Token`](super::Event::Token)
+    /// and [`Generation`](super::Generation).
     pub fn log_probs(mut self, num_top: u32) -> Self {
         self.log_probs = Some(LogProbsWanted { num_top, processed: false });
         self
     }
 
-    /// Tells how likely each token of the prompt was, and the `num_top` most likely ones in its place, at most 20: see
-    /// [`Event::Prompt`](super::Event::Prompt) and [`Generation`](super::Generation). The prompt is then computed by itself
-    /// first, whole.
+    /// Tells how likely each token of the prompt was, and the `num_top` most likely ones in its
+    /// place, at most 20: see [`Event::Prompt`](super::Event::Prompt) and
+    /// [`Generation`](super::Generation). The prompt is then computed by itself first, whole.
     pub fn prompt_log_probs(mut self, num_top: u32) -> Self {
         self.prompt_log_probs = Some(num_top);
         self
@@ -329,28 +336,30 @@ impl Request {
         self
     }
 
-    /// Which of the tools the answer calls. Default: [`ToolChoice::Auto`]; the others need a conversation, and a call
-    /// that must be made needs tools and no other form of the answer.
+    /// Which of the tools the answer calls. Default: [`ToolChoice::Auto`]; the others need a
+    /// conversation, and a call that must be made needs tools and no other form of the answer.
     pub fn tool_choice(mut self, choice: ToolChoice) -> Self {
         self.tool_choice = choice;
         self
     }
 
-    /// Takes the answer apart into thoughts, content and calls of tools: see [`Event::Answer`](super::Event::Answer) and
+    /// Takes the answer apart into thoughts, content and calls of tools: see
+    /// [`Event::Answer`](super::Event::Answer) and
     /// [`Generation::answer`](super::Generation::answer).
     pub fn answer_format(mut self, format: AnswerFormat) -> Self {
         self.answer_format = Some(format);
         self
     }
 
-    /// Whether special tokens that are written in messages and tools become their ids, as in Transformers. Default: false,
-    /// so that no text can pretend to be another turn.
+    /// Whether special tokens that are written in messages and tools become their ids, as in
+    /// Transformers. Default: false, so that no text can pretend to be another turn.
     pub fn parse_special_in_messages(mut self, parse: bool) -> Self {
         self.parse_special_in_messages = parse;
         self
     }
 
-    /// The seed of the random draws. The same seed gives the same text. Default: drawn from the operating system.
+    /// The seed of the random draws. The same seed gives the same text. Default: drawn from the
+    /// operating system.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
@@ -392,7 +401,8 @@ impl Request {
         self
     }
 
-    /// Independent continuations of the prompt, which is computed once. Sample `i` draws with the seed plus `i`. Default: 1.
+    /// Independent continuations of the prompt, which is computed once. Sample `i` draws with the
+    /// seed plus `i`. Default: 1.
     pub fn num_samples(mut self, num_samples: u32) -> Self {
         self.num_samples = num_samples;
         self
@@ -404,8 +414,8 @@ impl Request {
         self
     }
 
-    /// Requests with different keys share no keys and values, so that users cannot learn from times what others ask.
-    /// Default: 0.
+    /// Requests with different keys share no keys and values, so that users cannot learn from times
+    /// what others ask. Default: 0.
     pub fn cache_key(mut self, key: u64) -> Self {
         self.cache_key = key;
         self

@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 
 /// A request under way: an iterator over its events, which waits for each. Dropping it cancels the rest.
 ///
-/// It belongs to one thread at a time; a [`CancelToken`](super::CancelToken) or [`Stream::canceller`] stops it from another.
+/// It belongs to one thread at a time; a [`CancelToken`](super::CancelToken) or
+/// [`Stream::canceller`] stops it from another.
 pub struct Stream {
     ticket: Ticket,
     is_over: bool,
@@ -18,8 +19,8 @@ impl Stream {
         Stream { ticket, is_over: false }
     }
 
-    /// Returns the next event, if one comes within `timeout`; with zero, if there is one. `None` after [`Event::Done`]
-    /// too.
+    /// Returns the next event, if one comes within `timeout`; with zero, if there is one. `None`
+    /// after [`Event::Done`] too.
     pub fn next_within(&mut self, timeout: Duration) -> Result<Option<Event>> {
         if self.is_over {
             return Ok(None);
@@ -67,8 +68,8 @@ impl Stream {
 impl Iterator for Stream {
     type Item = Result<Event>;
 
-    /// Waits for the next event. `None` after [`Event::Done`] has been returned. An error ends the sample in which it
-    /// happened; others go on.
+    /// Waits for the next event. `None` after [`Event::Done`] has been returned. An error ends the
+    /// sample in which it happened; others go on.
     fn next(&mut self) -> Option<Self::Item> {
         if self.is_over {
             return None;

@@ -48,8 +48,9 @@ impl Engine {
         self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)
     }
 
-    /// Returns the response template by which answers are read where no format is named: the model's, unless it
-    /// writes thoughts and calls as is known without one, which then tells the arguments of calls as they come.
+    /// Returns the response template by which answers are read where no format is named: the
+    /// model's, unless it writes thoughts and calls as is known without one, which then tells the
+    /// arguments of calls as they come.
     fn followed_template(&self) -> Option<&Arc<ResponseTemplate>> {
         let template = self.response_template.as_ref()?;
         let is_known = template.has_known_thoughts() && self.call_form().is_some();

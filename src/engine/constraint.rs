@@ -23,8 +23,8 @@ impl Engine {
         let Some(constraint) = constraint_of(request, calls.as_deref()) else { return Ok(None) };
         let tokenizer = self.tokenizer()?;
         let compiler = self.constraints.get(tokenizer, self.shape().vocab_size)?;
-        // If answers are taken apart, the content has this form, which begins after a thought that the prompt has
-        // begun. The grammar of a call has its own thought.
+        // If answers are taken apart, the content has this form, which begins after a thought that
+        // the prompt has begun. The grammar of a call has its own thought.
         let is_apart = request.answer_format.is_some() && calls.is_none();
         let around = match is_apart && self.answer_start(prompt)? == AnswerStart::InThought {
             true => after_thought(AnswerStart::InThought, tokenizer, ANSWER),

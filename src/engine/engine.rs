@@ -152,8 +152,8 @@ impl Engine {
         &self.closed
     }
 
-    /// Returns the bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
-    /// them, on the host with the blocks that have been used.
+    /// Returns the bytes of weights, work space and KV cache at their peak: on a device as its
+    /// allocator counts them, on the host with the blocks that have been used.
     pub fn peak_memory_bytes(&self) -> u64 {
         match self.model.compute_context() {
             Some(context) => context.memory_stats().peak as u64,

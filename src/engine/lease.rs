@@ -35,8 +35,8 @@ enum State<R> {
 
 struct Shared<R> {
     state: State<R>,
-    /// Whether the caller has given up and waits for no turn. It may do so before the scheduler has taken back what it
-    /// has lent, which `state` then still has.
+    /// Whether the caller has given up and waits for no turn. It may do so before the scheduler has
+    /// taken back what it has lent, which `state` then still has.
     has_left: bool,
 }
 
@@ -181,8 +181,8 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// A caller that gives up right after a piece must leave what it has lent to the scheduler, who waits for it: it
-    /// waited forever, and with it all requests.
+    /// A caller that gives up right after a piece must leave what it has lent to the scheduler, who
+    /// waits for it: it waited forever, and with it all requests.
     #[test]
     fn leaving_after_a_piece_gives_back_what_was_lent() {
         let handoff = Handoff::<u32>::default();

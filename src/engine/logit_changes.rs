@@ -1,5 +1,5 @@
-//! The changes to the logits of a sequence before a token is chosen: biases, end tokens that may not come yet, and
-//! penalties, which need to know the tokens before. The sums are done by
+//! The changes to the logits of a sequence before a token is chosen: biases, end tokens that may
+//! not come yet, and penalties, which need to know the tokens before. The sums are done by
 //! [`ops::adjust_logits`](crate::ops::adjust_logits), here or on the device.
 
 use std::collections::{HashMap, HashSet};
@@ -190,8 +190,8 @@ impl LogitChanges {
         Ok(())
     }
 
-    /// Returns the changes for the token number `index` of the sequence, except those for repeated sequences; `None` if
-    /// there are none.
+    /// Returns the changes for the token number `index` of the sequence, except those for repeated
+    /// sequences; `None` if there are none.
     pub fn row(&self, index: u64) -> Option<(AdjustedRow, &[Adjustment])> {
         let first = usize::try_from(index).ok().and_then(|index| self.first_tokens.get(index));
         if let Some(first) = first {
@@ -218,8 +218,9 @@ impl LogitChanges {
         usize::try_from(index).is_ok_and(|index| index < self.first_tokens.len())
     }
 
-    /// Returns the changes for the token number `index` of the sequence, which comes after `tokens`: prompt and answer
-    /// so far, of which the last may still be missing where no repetition is banned. `None` if there are none.
+    /// Returns the changes for the token number `index` of the sequence, which comes after
+    /// `tokens`: prompt and answer so far, of which the last may still be missing where no
+    /// repetition is banned. `None` if there are none.
     pub fn row_after(
         &mut self,
         index: u64,

@@ -39,8 +39,8 @@ pub struct EngineOptions {
     pub weights_group_size: usize,
     /// The storage of the embedding and the output matrix: not 4 bits.
     pub embeddings: WeightStorage,
-    /// The file in which matrices that are quantised at load are kept for later loads: read if it is there, else
-    /// made, and refused if it does not fit.
+    /// The file in which matrices that are quantised at load are kept for later loads: read if it
+    /// is there, else made, and refused if it does not fit.
     pub kept_weights: Option<PathBuf>,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,

@@ -17,8 +17,8 @@ fn too_long(num_tokens: usize, limit: usize) -> Error {
 }
 
 impl Engine {
-    /// Returns the token ids of a text, as of a prompt. Ends with [`ErrorKind::Cancelled`] if the model is freed
-    /// meanwhile.
+    /// Returns the token ids of a text, as of a prompt. Ends with [`ErrorKind::Cancelled`] if the
+    /// model is freed meanwhile.
     pub fn tokenize(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>> {
         let is_freed = || self.is_closed();
         let all = usize::MAX;

@@ -41,8 +41,8 @@ pub struct ChatPrompt<'a> {
     pub variables: Option<&'a str>,
     /// End with the opening of the assistant's turn.
     pub add_generation_prompt: bool,
-    /// Special tokens written in messages and tools become their ids. (It does not matter where the text is wanted
-    /// alone.)
+    /// Special tokens written in messages and tools become their ids. (It does not matter where the
+    /// text is wanted alone.)
     pub parse_special: bool,
 }
 

@@ -16,8 +16,9 @@ pub trait StepModel: Send + Sync {
     fn max_steps_in_flight(&self) -> usize;
 
     /// Begins a step. After an error it has not begun, the keys and values of its tokens are
-    /// unwritten, and the next step may take no tokens from a step under way. An error of kind [`crate::error::ErrorKind::OutOfMemory`] means that a smaller
-    /// step, or the same one at another time, may find the memory that it needs.
+    /// unwritten, and the next step may take no tokens from a step under way. An error of kind
+    /// [`crate::error::ErrorKind::OutOfMemory`] means that a smaller step, or the same one at
+    /// another time, may find the memory that it needs.
     fn begin_step(
         &self,
         step: &Step<'_>,

@@ -30,8 +30,8 @@ pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
     Tokenizer::from_bytes(&json, config.as_deref())
 }
 
-/// Whether the folder has a tokenizer. One that is damaged or not supported is an error, as in a load; a model
-/// without one can be used with token ids.
+/// Whether the folder has a tokenizer. One that is damaged or not supported is an error, as in a
+/// load; a model without one can be used with token ids.
 pub(super) fn has_tokenizer(folder: &Folder) -> Result<bool> {
     match read_tokenizer(folder) {
         Ok(_) => Ok(true),

@@ -1,6 +1,6 @@
 //! The caller's side of a request: takes tokens from the inbox, turns them into text, looks for
-//! stop strings, takes answers apart. All of this happens on the caller's thread, so that a slow caller delays nobody
-//! else.
+//! stop strings, takes answers apart. All of this happens on the caller's thread, so that a slow
+//! caller delays nobody else.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -88,8 +88,9 @@ pub enum Event {
         /// Tokens of the sample.
         num_tokens: usize,
     },
-    /// A part of the answer became certain, if the request has an [`AnswerFormat`](super::AnswerFormat). It comes
-    /// after the token that made it so, and has the text of that token and those before it once more.
+    /// A part of the answer became certain, if the request has an
+    /// [`AnswerFormat`](super::AnswerFormat). It comes after the token that made it so, and has the
+    /// text of that token and those before it once more.
     Answer {
         /// Which sample.
         sample: usize,
@@ -507,8 +508,8 @@ impl Ticket {
         Ok(Some(Event::Token { sample: index, token, text, num_tokens, log_probs }))
     }
 
-    /// Reports the end of a sample: first the text that was held back, then, through `parts`, what was held back of the
-    /// answer, then the end itself.
+    /// Reports the end of a sample: first the text that was held back, then, through `parts`, what
+    /// was held back of the answer, then the end itself.
     fn end(&mut self, index: usize) -> Result<Option<Event>> {
         let progress = self.inbox.progress(index);
         let Some(sample) = self.samples.get_mut(index) else { return Ok(Some(Event::Done)) };

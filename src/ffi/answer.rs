@@ -16,11 +16,12 @@ use crate::error::{try_with_capacity, Error, Result};
 pub enum xserv_answer_format {
     /// Not at all.
     XSERV_ANSWER_NONE = 0,
-    /// As the model's chat template writes calls. A request of messages without tools_json has no calls,
-    /// whatever the model writes. If that form is none of those below, or thoughts have other tags, and the
-    /// model's tokenizer_config.json has a response_template (as Transformers defines it, version 1), its
-    /// rules are followed: thoughts and content are told as they come, calls when they are complete. A template
-    /// that is not supported (lookaround in its expressions) is not used, and the log says why.
+    /// As the model's chat template writes calls. A request of messages without tools_json has no
+    /// calls, whatever the model writes. If that form is none of those below, or thoughts have
+    /// other tags, and the model's tokenizer_config.json has a response_template (as Transformers
+    /// defines it, version 1), its rules are followed: thoughts and content are told as they come,
+    /// calls when they are complete. A template that is not supported (lookaround in its
+    /// expressions) is not used, and the log says why.
     XSERV_ANSWER_AUTO = 1,
     /// Thoughts and content alone.
     XSERV_ANSWER_THINKING = 2,
@@ -29,8 +30,8 @@ pub enum xserv_answer_format {
     /// Calls are written `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`
     /// (Qwen3-Coder, Qwen3.5). Values become JSON by the types in tools_json; without one they are strings.
     XSERV_ANSWER_XML_TAGS = 4,
-    /// Calls are written `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>` (Llama 3). They are
-    /// told when they are complete.
+    /// Calls are written `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`
+    /// (Llama 3). They are told when they are complete.
     XSERV_ANSWER_BARE_JSON = 5,
     /// Calls are written `[TOOL_CALLS]` and a list of such objects, or `[TOOL_CALLS]NAME{...}` (Mistral).
     XSERV_ANSWER_MARKED_JSON = 6,

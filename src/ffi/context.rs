@@ -220,8 +220,9 @@ pub unsafe extern "C" fn xserv_cuda_device_get_info(
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_context_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_context_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_context_options) of the header that the program is built with; no byte
+/// beyond it is written. xserv_context_options_default() passes it. Does nothing if options is
+/// NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.

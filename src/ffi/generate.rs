@@ -129,8 +129,8 @@ pub struct xserv_result_info {
     pub reasoning: *const c_char,
     /// Bytes of reasoning without the NUL.
     pub reasoning_len: usize,
-    /// What it says: the text without thoughts and calls, and without the white space next to those. NULL if the
-    /// request has no answer_format.
+    /// What it says: the text without thoughts and calls, and without the white space next to
+    /// those. NULL if the request has no answer_format.
     pub content: *const c_char,
     /// Bytes of content without the NUL.
     pub content_len: usize,
@@ -138,9 +138,10 @@ pub struct xserv_result_info {
     pub tool_calls: *const xserv_tool_call,
     /// Number of tool_calls.
     pub num_tool_calls: usize,
-    /// The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated JSON with role and
-    /// content, and reasoning_content and tool_calls where there are some, in the form that chat templates take
-    /// (arguments are objects, calls that are not complete are left out). NULL if the request has no answer_format.
+    /// The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated
+    /// JSON with role and content, and reasoning_content and tool_calls where there are some, in
+    /// the form that chat templates take (arguments are objects, calls that are not complete are
+    /// left out). NULL if the request has no answer_format.
     pub message_json: *const c_char,
 }
 

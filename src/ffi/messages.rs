@@ -112,8 +112,9 @@ pub unsafe extern "C" fn xserv_messages_add_tool_result(
 
 /// Adds messages that are JSON already: one object with a "role", or an array of them. For fields
 /// that the other functions do not have, and for an answer of the model with calls of tools
-/// (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text", "text": "..."}],
-/// becomes one string with line breaks between them when it is rendered by a template that takes strings alone.
+/// (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text",
+/// "text": "..."}], becomes one string with line breaks between them when it is rendered by a
+/// template that takes strings alone.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (no JSON; no objects; no role; more than 16 MiB of
 /// messages); then none is added.

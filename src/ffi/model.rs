@@ -144,9 +144,9 @@ pub struct xserv_load_options {
     /// XSERV_WEIGHTS_AS_STORED. What is computed with is dtype as before. Folders whose weights are
     /// quantised already keep them so.
     pub weights: u32,
-    /// Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0 (default): 32 with
-    /// XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are closer to the original and take
-    /// more memory.
+    /// Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0
+    /// (default): 32 with XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are
+    /// closer to the original and take more memory.
     pub weights_group_size: u32,
     /// An xserv_weights: whether the embedding and the output matrix (lm_head) are quantised while they are
     /// read, whatever weights says of the layers; default XSERV_WEIGHTS_AS_STORED. XSERV_WEIGHTS_INT8 keeps
@@ -158,22 +158,24 @@ pub struct xserv_load_options {
     /// deterministic on a GPU, XSERV_KV_CACHE_FP8 costs decoding a pass over all keys and values that
     /// widens them.
     pub kv_cache_format: u32,
-    /// A file in which the matrices that weights and embeddings quantise are kept for later loads, on whatever
-    /// device; NUL-terminated UTF-8, NULL (default): none. If the file is not there, the load makes it, under
-    /// another name beside it until it is complete; several loads may do so at once. If it is there, the
-    /// matrices are read from it and what they were made from is not. A file that does not fit (a version,
-    /// options, or a model other than those it was made with, a damaged or another file) is refused with
-    /// XSERV_STATUS_INVALID_FILE and never overwritten: remove it to have it made anew. One that cannot be
-    /// written, as where the disk is full, fails the load with XSERV_STATUS_IO.
+    /// A file in which the matrices that weights and embeddings quantise are kept for later loads,
+    /// on whatever device; NUL-terminated UTF-8, NULL (default): none. If the file is not there,
+    /// the load makes it, under another name beside it until it is complete; several loads may do
+    /// so at once. If it is there, the matrices are read from it and what they were made from is
+    /// not. A file that does not fit (a version, options, or a model other than those it was made
+    /// with, a damaged or another file) is refused with XSERV_STATUS_INVALID_FILE and never
+    /// overwritten: remove it to have it made anew. One that cannot be written, as where the disk
+    /// is full, fails the load with XSERV_STATUS_IO.
     ///
-    /// The model is known again by the names, sizes, modification times and headers of its weight files; where
-    /// a time differs, as after a copy, by checksums of its tensors, which are then read. A change that leaves
-    /// all of these is not noticed. Refused without weights or embeddings that are quantised at load, and with
-    /// random_weights. xserv_plan does not look at the file.
+    /// The model is known again by the names, sizes, modification times and headers of its weight
+    /// files; where a time differs, as after a copy, by checksums of its tensors, which are then
+    /// read. A change that leaves all of these is not noticed. Refused without weights or
+    /// embeddings that are quantised at load, and with random_weights. xserv_plan does not look at
+    /// the file.
     pub kept_weights: *const c_char,
-    /// An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at load or stored so)
-    /// take their activations as on the CPU; default XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a
-    /// GPU, it changes nothing.
+    /// An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at
+    /// load or stored so) take their activations as on the CPU; default
+    /// XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a GPU, it changes nothing.
     pub activations: u32,
     /// Must be 0.
     pub reserved: u32,
@@ -520,8 +522,8 @@ pub unsafe extern "C" fn xserv_load_options_init(
 /// XSERV_STATUS_NO_DEVICE.
 ///
 /// # Safety
-/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
-/// NUL; `model` is writable.
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are
+/// NULL or end in a NUL; `model` is writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_load(

@@ -127,8 +127,9 @@ unsafe fn convert(options: &xserv_attention_options) -> Result<AttentionOptions>
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_attention_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_attention_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_attention_options) of the header that the program is built with; no
+/// byte beyond it is written. xserv_attention_options_default() passes it. Does nothing if options
+/// is NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.

@@ -290,8 +290,9 @@ unsafe impl GrowingStruct for xserv_grad_check_result {
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_grad_check_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_grad_check_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_grad_check_options) of the header that the program is built with; no
+/// byte beyond it is written. xserv_grad_check_options_default() passes it. Does nothing if options
+/// is NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.

@@ -57,8 +57,8 @@ unsafe impl GrowingStruct for xserv_parse_options {
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_parse_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_parse_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_parse_options) of the header that the program is built with; no byte
+/// beyond it is written. xserv_parse_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.
@@ -77,11 +77,11 @@ pub unsafe extern "C" fn xserv_parse_options_init(
 /// Takes a text that a model has generated apart, as answer_format of a request does: for programs
 /// that have only the text. Nothing is computed, and no text is an error: what is no call is content.
 ///
-/// model: whose text it is; NULL if options names the format. text: UTF-8 of text_len bytes, or up to
-/// its NUL with XSERV_NUL_TERMINATED; at most 16 MiB; best with special tokens in it, as some models write calls
-/// between them. options: NULL for the defaults. result: receives a result whose reasoning, content, tool_calls and
-/// message_json are what was found, whose text is the text, and which has no tokens and no times. The caller frees it
-/// with xserv_result_free().
+/// model: whose text it is; NULL if options names the format. text: UTF-8 of text_len bytes, or up
+/// to its NUL with XSERV_NUL_TERMINATED; at most 16 MiB; best with special tokens in it, as some
+/// models write calls between them. options: NULL for the defaults. result: receives a result whose
+/// reasoning, content, tool_calls and message_json are what was found, whose text is the text, and
+/// which has no tokens and no times. The caller frees it with xserv_result_free().
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8; too long; tools_json is no array; no format).
 ///

@@ -112,8 +112,8 @@ unsafe impl GrowingStruct for xserv_memory_plan {
 /// XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
 ///
 /// # Safety
-/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
-/// NUL; `plan` is writable for the struct_size that it claims.
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are
+/// NULL or end in a NUL; `plan` is writable for the struct_size that it claims.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_plan(

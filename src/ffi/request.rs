@@ -98,11 +98,12 @@ pub enum xserv_constraint_kind {
     XSERV_CONSTRAINT_CHOICE = 5,
 }
 
-/// Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
-/// model's chat template writes calls, to the blank, without the id that some write; its arguments are what
-/// the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
-/// have no quotes; a schema that allows strings and other values allows no string that would be read as
-/// one of the others, and none of the others that would be read as a string.
+/// Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as
+/// the model's chat template writes calls, to the blank, without the id that some write; its
+/// arguments are what the JSON schema of its tool allows. Where the template writes arguments as
+/// plain text between tags, strings have no quotes; a schema that allows strings and other values
+/// allows no string that would be read as one of the others, and none of the others that would be
+/// read as a string.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_tool_choice {
@@ -207,10 +208,10 @@ pub struct xserv_request {
     /// the temperature (which does not count if it is 0). A token that one of these bans has minus
     /// infinity. The filters top_k, top_p, min_p and typical_p never count.
     pub processed_log_probs: u8,
-    /// With messages_json: 0 (default): special tokens written in messages and tools, such as <|im_end|>, are
-    /// ordinary text, so that no text can pretend to be another turn (in messages of the assistant, tags
-    /// such as <think> keep their meaning; template_variables_json always do). 1: they become their ids, as in
-    /// Transformers; only for text that you trust.
+    /// With messages_json: 0 (default): special tokens written in messages and tools, such as
+    /// <|im_end|>, are ordinary text, so that no text can pretend to be another turn (in messages
+    /// of the assistant, tags such as <think> keep their meaning; template_variables_json always
+    /// do). 1: they become their ids, as in Transformers; only for text that you trust.
     pub parse_special_in_messages: u8,
     /// Unused, 0.
     pub reserved: [u8; 1],
@@ -275,15 +276,16 @@ pub struct xserv_request {
     /// after a thought (constraint_kind). Needs a tokenizer.
     pub answer_format: u32,
     /// An xserv_constraint_kind: the form that the text of the answer takes. Default
-    /// XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
-    /// complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
-    /// incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
-    /// text. first_tokens must fit. If answer_format is set and the prompt has begun a thought (`<think>`), the
-    /// model first ends that as it likes, and the constraint begins after it; else it begins with the
-    /// first token. What cannot be followed to the letter is refused, in two seconds at
-    /// most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
-    /// ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
-    /// banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
+    /// XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text
+    /// is complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may
+    /// also end incomplete, for another reason: at max_tokens, say, or before a stop string.
+    /// Special tokens are no text. first_tokens must fit. If answer_format is set and the prompt
+    /// has begun a thought (`<think>`), the model first ends that as it likes, and the constraint
+    /// begins after it; else it begins with the first token. What cannot be followed to the letter
+    /// is refused, in two seconds at most; of a JSON schema the message names the path. A
+    /// constraint that becomes too complex on the way ends the answer with
+    /// XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are banned
+    /// (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
     /// the host computes which tokens may come while the device computes the logits.
     pub constraint_kind: u32,
     /// Unused, 0.

@@ -39,8 +39,8 @@ pub enum xserv_status {
     /// after CUDA had been started: only a new process can then use a GPU.
     XSERV_STATUS_NO_DEVICE = 11,
     /// The process was forked after the model was loaded. The child cannot use the model: load it
-    /// again there (on the CPU, if CUDA had been started before the fork). Or the call came from a fork handler that was registered before the library was
-    /// loaded.
+    /// again there (on the CPU, if CUDA had been started before the fork). Or the call came from a
+    /// fork handler that was registered before the library was loaded.
     XSERV_STATUS_FORKED = 12,
     /// The library itself is at fault. The call had no effect; please report the message.
     XSERV_STATUS_INTERNAL = 13,

@@ -101,10 +101,10 @@ pub enum xserv_event_kind {
     /// How likely a token of the prompt was, in the order of the prompt and from its second token on, for
     /// a request with num_prompt_log_probs; only told if xserv_submit_options.events asks for it.
     XSERV_EVENT_PROMPT = 5,
-    /// More of what the model thinks. This kind and those after it are told to those who ask for them
-    /// (events of xserv_submit_options), if the request has an answer_format. They come after the token
-    /// that made them certain and before the end of the sample, and repeat the text of tokens: a program that shows
-    /// them does not show that of XSERV_EVENT_TOKEN.
+    /// More of what the model thinks. This kind and those after it are told to those who ask for
+    /// them (events of xserv_submit_options), if the request has an answer_format. They come after
+    /// the token that made them certain and before the end of the sample, and repeat the text of
+    /// tokens: a program that shows them does not show that of XSERV_EVENT_TOKEN.
     XSERV_EVENT_REASONING = 6,
     /// More of what the model says.
     XSERV_EVENT_CONTENT = 7,
@@ -288,8 +288,8 @@ static SUBMISSIONS: HandleTable<Submission> = HandleTable::new(10, "submission")
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte
+/// beyond it is written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.

@@ -83,8 +83,8 @@ pub struct xserv_chat_options {
     pub template_variables_json: *const c_char,
     /// 1 (default): end with the opening of the assistant's turn. 0: end after the last message.
     pub add_generation_prompt: u8,
-    /// As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does not show what
-    /// its special tokens are.
+    /// As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does
+    /// not show what its special tokens are.
     pub parse_special_in_messages: u8,
     /// Unused, 0.
     pub reserved: [u8; 6],
@@ -126,8 +126,9 @@ static DETOKENIZERS: HandleTable<DetokenizerObject> = HandleTable::new(4, "detok
 
 /// Sets every option to its default.
 ///
-/// struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no byte beyond it is
-/// written. xserv_tokenize_options_default() passes it. Does nothing if options is NULL.
+/// struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no
+/// byte beyond it is written. xserv_tokenize_options_default() passes it. Does nothing if options
+/// is NULL.
 ///
 /// # Safety
 /// `options` is NULL or writable for `struct_size` bytes.
@@ -432,9 +433,9 @@ pub unsafe extern "C" fn xserv_apply_chat_template(
     })
 }
 
-/// Renders a conversation and turns it into token ids, as a request with these messages does: for programs that
-/// count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids where contents have special tokens
-/// written in them.)
+/// Renders a conversation and turns it into token ids, as a request with these messages does: for
+/// programs that count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids
+/// where contents have special tokens written in them.)
 ///
 /// tokens: receives a list that the caller frees with xserv_tokens_free().
 ///

@@ -71,8 +71,8 @@ unsafe fn take_pending(signals: &libc::sigset_t) {
     }
 }
 
-/// Whether a write to the descriptor may raise SIGPIPE, as those to pipes and sockets do that nobody reads: an
-/// eventfd, which is written for every token, never does.
+/// Whether a write to the descriptor may raise SIGPIPE, as those to pipes and sockets do that
+/// nobody reads: an eventfd, which is written for every token, never does.
 fn may_raise(fd: c_int) -> bool {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: fstat writes the struct where it returns 0, and only then it is read.

@@ -115,8 +115,9 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Returns a checkpoint without files for weights that are random numbers: it has every tensor that it is asked
-    /// for, of whatever shape, stored as `dtype`. [`Checkpoint::contains`] is false of all names.
+    /// Returns a checkpoint without files for weights that are random numbers: it has every tensor
+    /// that it is asked for, of whatever shape, stored as `dtype`. [`Checkpoint::contains`] is
+    /// false of all names.
     pub fn random(dtype: DType) -> Self {
         Checkpoint { random: Some(dtype), ..Checkpoint::default() }
     }

@@ -105,8 +105,8 @@ impl Folder {
         found(self.path.join(name).symlink_metadata(), &shown_name(name)).map(|is| is.is_some())
     }
 
-    /// Returns the names in the folder that are UTF-8, in order, at most `limit` of them: for messages. None where the
-    /// folder cannot be listed.
+    /// Returns the names in the folder that are UTF-8, in order, at most `limit` of them: for
+    /// messages. None where the folder cannot be listed.
     pub fn some_names(&self, limit: usize) -> Vec<String> {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().take(limit);
         let mut names: Vec<String> =

@@ -1,9 +1,10 @@
 //! A folder before the one question that its headers leave open: whether an output matrix that is stored
 //! although the config declares it tied is another than the embedding.
 //!
-//! As in Transformers 5, two that differ are not tied after all. Published folders of tied models store the
-//! copy, or leave it out; either way the model has one matrix. The question is answered here, from the files and
-//! before anything is counted, so that every count and every plan of memory is that of the model that is loaded.
+//! As in Transformers 5, two that differ are not tied after all. Published folders of tied models
+//! store the copy, or leave it out; either way the model has one matrix. The question is answered
+//! here, from the files and before anything is counted, so that every count and every plan of
+//! memory is that of the model that is loaded.
 
 use super::checkpoint::Checkpoint;
 use super::config::ModelConfig;
@@ -39,8 +40,8 @@ impl ModelHeaders {
         Ok(ModelHeaders { presumed, stored_output })
     }
 
-    /// Returns the folder as it is unless an output matrix that is declared tied differs from the embedding: good for
-    /// a guess, such as where the model will go.
+    /// Returns the folder as it is unless an output matrix that is declared tied differs from the
+    /// embedding: good for a guess, such as where the model will go.
     pub fn presumed(&self) -> &ModelFolder {
         &self.presumed
     }
@@ -58,8 +59,9 @@ impl ModelHeaders {
         }
     }
 
-    /// Takes from a file of kept weights whether an output matrix that is stored although it is declared tied is the
-    /// embedding, if the file tells and the model is the one that it was made from.
+    /// Takes from a file of kept weights whether an output matrix that is stored although it is
+    /// declared tied is the embedding, if the file tells and the model is the one that it was made
+    /// from.
     pub fn recall_output(&mut self, kept: &Path) {
         if self.stored_output.is_some() {
             let ModelFolder { folder, checkpoint, .. } = &self.presumed;
@@ -70,10 +72,10 @@ impl ModelHeaders {
     /// Decides whether the embedding is the output matrix.
     ///
     /// If both are stored although the config declares them tied, and nothing else tells
-    /// ([`ModelHeaders::recall_output`]), reads them up to the first difference (to the end if
-    /// they are equal), on the threads of `backend` or on this one alone. `progress` is then called with 0 now and
-    /// again, and ends the comparison with [`ErrorKind::Cancelled`](crate::error::ErrorKind::Cancelled) by returning
-    /// false.
+    /// ([`ModelHeaders::recall_output`]), reads them up to the first difference (to the end if they
+    /// are equal), on the threads of `backend` or on this one alone. `progress` is then called with
+    /// 0 now and again, and ends the comparison with
+    /// [`ErrorKind::Cancelled`](crate::error::ErrorKind::Cancelled) by returning false.
     pub fn settle(
         self,
         backend: Option<&CpuBackend>,
@@ -115,8 +117,8 @@ impl Model {
     /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
     /// (`org/name`) in the local Hugging Face cache.
     ///
-    /// Refuses what is not supported, by name. If the files hold an output matrix that the config declares tied, the
-    /// two are compared on this thread: see [`ModelHeaders::settle`].
+    /// Refuses what is not supported, by name. If the files hold an output matrix that the config
+    /// declares tied, the two are compared on this thread: see [`ModelHeaders::settle`].
     pub fn open(path: &str) -> Result<ModelFolder> {
         Self::read_headers(path)?.settle(None, &mut |_| true)
     }

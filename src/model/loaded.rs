@@ -16,8 +16,8 @@ use crate::memory::{DType, Device};
 use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use crate::ops::rope::cpu_table::RopeTable;
 
-/// A loaded model. Shared by reference; what a forward pass changes belongs to its caller. On a device the passes
-/// share a stream, which may be recording: one thread at a time.
+/// A loaded model. Shared by reference; what a forward pass changes belongs to its caller. On a
+/// device the passes share a stream, which may be recording: one thread at a time.
 pub struct Model {
     pub(super) config: ModelConfig,
     pub(super) compute: Compute,

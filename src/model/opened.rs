@@ -30,7 +30,8 @@ pub struct ModelFolder {
     pub(super) checkpoint: Checkpoint,
     pub(super) plan: DecoderPlan,
     pub(super) warnings: Vec<String>,
-    /// Whether an output matrix that is stored although it is declared tied is the embedding, if there is one.
+    /// Whether an output matrix that is stored although it is declared tied is the embedding, if
+    /// there is one.
     pub(super) is_tied: Option<bool>,
 }
 
@@ -83,9 +84,9 @@ impl ModelFolder {
         Ok(sum)
     }
 
-    /// Returns how much of the host's memory the model takes as `dtype` with a KV cache and activations of
-    /// these formats, for passes of up to `num_tokens` tokens on `num_threads` threads that ask for the logits
-    /// of up to `num_logits_rows` of them.
+    /// Returns how much of the host's memory the model takes as `dtype` with a KV cache and
+    /// activations of these formats, for passes of up to `num_tokens` tokens on `num_threads`
+    /// threads that ask for the logits of up to `num_logits_rows` of them.
     pub fn host_plan(
         &self,
         dtype: DType,

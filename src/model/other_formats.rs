@@ -1,4 +1,5 @@
-//! Recognises the folders of other formats, so that the refusal says what was passed and what to take instead.
+//! Recognises the folders of other formats, so that the refusal says what was passed and what to
+//! take instead.
 
 use super::config::CONFIG_FILE;
 use super::folder::{shown_name, Folder};

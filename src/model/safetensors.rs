@@ -262,8 +262,8 @@ enum Field {
     Other,
 }
 
-/// The value of a field that is of no use to us, read as the format's own reader reads it. What serde skips by
-/// itself ([`IgnoredAny`]) may have numbers that are out of range, and any depth.
+/// The value of a field that is of no use to us, read as the format's own reader reads it. What
+/// serde skips by itself ([`IgnoredAny`]) may have numbers that are out of range, and any depth.
 struct Skipped;
 
 impl<'de> Deserialize<'de> for Skipped {

@@ -45,8 +45,9 @@ pub(super) fn emit(emit: &mut Emit<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The weights of 16-bit types may be rounded before they meet the values, beside the result. The values cancel in
-/// part, so that the error of the weights is several roundings of the result (4.2 on an H200).
+/// The weights of 16-bit types may be rounded before they meet the values, beside the result. The
+/// values cancel in part, so that the error of the weights is several roundings of the result (4.2
+/// on an H200).
 fn bound(dtype: DType) -> f64 {
     2e-5 + 8.0 * rounding(dtype)
 }

@@ -95,9 +95,9 @@ impl ChatTemplate {
         Ok(Some(compiled))
     }
 
-    /// Puts a string in place of each content that is a list of texts (`[{"type": "text", "text": ...}]`, as hosted
-    /// services take it), with line breaks between them, where the template takes strings alone: many drop
-    /// a list silently. A template that goes through lists gets them.
+    /// Puts a string in place of each content that is a list of texts (`[{"type": "text", "text":
+    /// ...}]`, as hosted services take it), with line breaks between them, where the template takes
+    /// strings alone: many drop a list silently. A template that goes through lists gets them.
     pub fn join_parts(&self, messages: &mut Value, special_tokens: &SpecialTokens) -> Result<()> {
         let contents = || {
             messages.as_array().into_iter().flatten().filter_map(|message| message.get("content"))
@@ -199,8 +199,8 @@ impl ChatTemplate {
         let template = self.tool_use.as_ref().filter(|_| tools.is_some()).unwrap_or(&self.default);
         match template.render(&variables, now) {
             Err(error) if error.kind() == ErrorKind::Template => {
-                // "+ is not defined for string and sequence" says little: if the template takes the same conversation
-                // with plain contents, these are what is wrong with it.
+                // "+ is not defined for string and sequence" says little: if the template takes the
+                // same conversation with plain contents, these are what is wrong with it.
                 if messages.is_empty() {
                     let what = format!("messages is empty ({})", error.message());
                     return Err(Error::invalid_argument(what));
@@ -223,7 +223,8 @@ impl ChatTemplate {
 /// The roles that conversations have everywhere. A template may still ignore one of them on purpose.
 const COMMON_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-/// Returns the conversation with a string for every content, and a sentence about the first one that is not one.
+/// Returns the conversation with a string for every content, and a sentence about the first one
+/// that is not one.
 fn with_plain_contents(messages: &[Value]) -> Option<(Value, String)> {
     let mut plain = messages.to_vec();
     let mut first = None;
@@ -243,9 +244,10 @@ fn with_plain_contents(messages: &[Value]) -> Option<(Value, String)> {
     first.map(|what| (Value::Array(plain), what))
 }
 
-/// Returns a sentence about a message of which the rendered `text` says nothing though it should: templates skip roles that
-/// they do not know ("usr") and write nothing for a content that is missing, and the model answers to half a conversation.
-/// Transformers renders such conversations silently, so they are no errors.
+/// Returns a sentence about a message of which the rendered `text` says nothing though it should:
+/// templates skip roles that they do not know ("usr") and write nothing for a content that is
+/// missing, and the model answers to half a conversation. Transformers renders such conversations
+/// silently, so they are no errors.
 pub fn what_was_left_out(messages: &Value, text: &str) -> Option<String> {
     let messages = messages.as_array()?;
     messages.iter().enumerate().find_map(|(index, message)| {

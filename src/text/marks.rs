@@ -1,10 +1,11 @@
 //! Special tokens that are written in a conversation, as plain text.
 //!
-//! A chat template puts the contents of messages between special tokens, and the tokenizer cannot tell
-//! a `<|im_end|>` of the template from one that a user has typed. So a mark, a character that occurs
-//! nowhere in the conversation, is put into each spelling in the conversation before it is rendered: the tokenizer
-//! then finds the template's own, and the marks are taken out of the text between them before it is
-//! split into words. Text without such spellings is not changed, and has the tokens that it always has.
+//! A chat template puts the contents of messages between special tokens, and the tokenizer cannot
+//! tell a `<|im_end|>` of the template from one that a user has typed. So a mark, a character that
+//! occurs nowhere in the conversation, is put into each spelling in the conversation before it is
+//! rendered: the tokenizer then finds the template's own, and the marks are taken out of the text
+//! between them before it is split into words. Text without such spellings is not changed, and has
+//! the tokens that it always has.
 //!
 //! A mark goes after the first character of a spelling, so that what templates do at the ends of
 //! texts (trim, split at line breaks) is not disturbed. Half a spelling at the end of a text gets one too,
@@ -30,8 +31,8 @@ pub struct Conversation {
     pub variables: Option<Map<String, Value>>,
 }
 
-/// The marks in a rendered text: none, or one character. In place of special tokens that are one character each, which
-/// have no inside, there are further ones.
+/// The marks in a rendered text: none, or one character. In place of special tokens that are one
+/// character each, which have no inside, there are further ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
     mark: Option<char>,

@@ -47,8 +47,8 @@ impl Messages {
         self.add_fields(&[("role", Some(role)), ("content", Some(content))])
     }
 
-    /// Adds the result of a tool call: a message of the role "tool", with the id of the call and the name of the tool
-    /// where they are given.
+    /// Adds the result of a tool call: a message of the role "tool", with the id of the call and
+    /// the name of the tool where they are given.
     pub fn add_tool_result(
         &mut self,
         call_id: Option<&str>,

@@ -5,7 +5,8 @@
 //! So each call into them is [`guarded`], the files are checked for known-bad structures first
 //! (`tokenizer_file.rs`), and templates run under a budget (`template/`).
 //!
-//! This module uses only [`crate::error`], [`crate::panic_guard`], [`crate::thread_state`] and [`crate::threads`].
+//! This module uses only [`crate::error`], [`crate::panic_guard`], [`crate::thread_state`] and
+//! [`crate::threads`].
 
 mod answer;
 mod bounded_regex;

@@ -116,7 +116,8 @@ impl Submission {
     }
 }
 
-/// Returns a request of the mix that follows: some sampled, some greedy, some with penalties, all of their own lengths.
+/// Returns a request of the mix that follows: some sampled, some greedy, some with penalties, all
+/// of their own lengths.
 pub fn mixed(ids: &[u32], index: usize) -> xserv_request {
     let max_tokens = [3, 9, 17, 30, 44, 6, 21, 12][index % 8];
     let request = xserv_request { ignore_eos: 1, seed: 1, ..greedy(ids, max_tokens) };

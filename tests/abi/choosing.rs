@@ -1,5 +1,6 @@
-//! The settings of a request for the choice of tokens: biases, the least number of tokens, log-probabilities. The
-//! expected values are computed here, in f64, from the logits that xserv_logits gives.
+//! The settings of a request for the choice of tokens: biases, the least number of tokens,
+//! log-probabilities. The expected values are computed here, in f64, from the logits that
+//! xserv_logits gives.
 
 use std::ffi::{c_char, c_void, CString};
 use std::process::Command;
@@ -653,7 +654,8 @@ fn wrong_sequences_and_shares_are_refused_by_name() {
     );
 }
 
-/// The tests of this file once more, over a model on a GPU: it changes logits and adds up by kernels of its own.
+/// The tests of this file once more, over a model on a GPU: it changes logits and adds up by
+/// kernels of its own.
 #[test]
 fn all_of_it_holds_on_cuda() {
     let Some(_device) = shared_cuda() else { return };

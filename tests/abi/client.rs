@@ -40,8 +40,8 @@ pub fn root() -> &'static Path {
 /// Names another folder for [`tiny`].
 pub const TEST_MODEL: &str = "XSERV_TEST_MODEL";
 
-/// Returns the model that tests load: the repository's own, a Qwen3, unless the environment names another folder with
-/// the same tokenizer and texts (over_llama.rs does).
+/// Returns the model that tests load: the repository's own, a Qwen3, unless the environment names
+/// another folder with the same tokenizer and texts (over_llama.rs does).
 pub fn tiny() -> PathBuf {
     match std::env::var_os(TEST_MODEL) {
         Some(folder) => folder.into(),
@@ -62,11 +62,12 @@ pub fn shared_golden() -> Option<PathBuf> {
     Some(path)
 }
 
-/// Set where tests of the CPU are to run on a GPU, in f32, where results depend on the request alone as on the CPU.
+/// Set where tests of the CPU are to run on a GPU, in f32, where results depend on the request
+/// alone as on the CPU.
 pub const TEST_ON_CUDA: &str = "XSERV_TEST_ON_CUDA";
 
-/// Returns the defaults, but for the device: what is tested is the CPU, on machines with a GPU too, unless the
-/// environment asks for a GPU (choosing.rs does).
+/// Returns the defaults, but for the device: what is tested is the CPU, on machines with a GPU too,
+/// unless the environment asks for a GPU (choosing.rs does).
 pub fn load_options() -> xserv_load_options {
     let mut options: xserv_load_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_load_options_init(&mut options, size_of_val(&options)) };

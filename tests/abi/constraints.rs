@@ -1,5 +1,5 @@
-//! Constrained output: the forms that a request can ask for, by what comes out of the repository's model, which
-//! knows nothing of them. The tokens of given texts are forced as first_tokens.
+//! Constrained output: the forms that a request can ask for, by what comes out of the repository's
+//! model, which knows nothing of them. The tokens of given texts are forced as first_tokens.
 
 use std::ffi::{c_char, CString};
 use std::process::Command;

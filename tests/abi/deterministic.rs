@@ -1,5 +1,5 @@
-//! Models that are loaded with `deterministic` through the C functions: what a request gives depends on the request
-//! alone.
+//! Models that are loaded with `deterministic` through the C functions: what a request gives
+//! depends on the request alone.
 
 use xserv::ffi::xserv_dtype::*;
 use xserv::ffi::xserv_weights::*;
@@ -22,9 +22,9 @@ fn request_of(prompt: &[u32], index: usize) -> xserv_request {
     }
 }
 
-/// Each request alone with an empty cache, then all from threads of their own, twice, in a KV cache that is far too
-/// small for them: they are cut, preempted, and find each other's beginnings. Returns how many of the latter
-/// outputs differ, and the statistics of the crowded model.
+/// Each request alone with an empty cache, then all from threads of their own, twice, in a KV cache
+/// that is far too small for them: they are cut, preempted, and find each other's beginnings.
+/// Returns how many of the latter outputs differ, and the statistics of the crowded model.
 fn different_outputs(
     path: &std::path::Path,
     options: &xserv_load_options,
@@ -135,8 +135,8 @@ fn check_swapping(options: &xserv_load_options) {
             deterministic: 1,
             ..*options
         };
-        // Whether blocks are kept or recomputed is decided by measured times, so on a loaded machine it may take
-        // several runs until some come back.
+        // Whether blocks are kept or recomputed is decided by measured times, so on a loaded
+        // machine it may take several runs until some come back.
         let has_moved = (0..5).any(|_| {
             let (different, stats) = different_outputs(dir.path(), &options);
             assert_eq!(different, 0, "{family:?}");

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Returns the folder that holds `dlpack/dlpack.h`: `DLPACK_INCLUDE`, the package in target/tools, or the system's.
+/// Returns the folder that holds `dlpack/dlpack.h`: `DLPACK_INCLUDE`, the package in target/tools,
+/// or the system's.
 fn include() -> Option<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let places = [

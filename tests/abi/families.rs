@@ -12,7 +12,8 @@ use crate::client::*;
 use crate::cuda::{on_cuda, shared_cuda};
 use crate::family_models::{families, std_of, Golden};
 
-/// Loads a model in f32 on the CPU, and on the GPU of this machine, which `device` keeps for as long as it is used.
+/// Loads a model in f32 on the CPU, and on the GPU of this machine, which `device` keeps for as
+/// long as it is used.
 fn on_all_devices(path: &Path, device: &Option<RwLockReadGuard<'_, ()>>) -> Vec<Model> {
     let cpu = xserv_load_options {
         dtype: XSERV_DTYPE_F32 as u32,
@@ -41,7 +42,8 @@ fn check_logits(golden: &Golden, model: &Model) {
     }
 }
 
-/// Logits and greedy tokens; then the same requests again from threads of their own, whose beginnings are in the cache.
+/// Logits and greedy tokens; then the same requests again from threads of their own, whose
+/// beginnings are in the cache.
 #[test]
 fn logits_and_greedy_tokens_in_f32() {
     let device = shared_cuda();

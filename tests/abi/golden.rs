@@ -68,8 +68,8 @@ fn differences(got: &[f32], expected: &[f32]) -> (f64, f64) {
     (max.sqrt(), (sum / got.len() as f64).sqrt())
 }
 
-/// Every model with these weights on the CPU, and on the GPU of this machine: (model, on a GPU, reference folder,
-/// what to call it).
+/// Every model with these weights on the CPU, and on the GPU of this machine: (model, on a GPU,
+/// reference folder, what to call it).
 fn on_all_devices(dtype: xserv_dtype) -> impl Iterator<Item = (Model, bool, PathBuf, String)> {
     let device = shared_cuda();
     let devices = if device.is_some() { vec![false, true] } else { vec![false] };

@@ -126,8 +126,8 @@ fn a_family_is_named_in_its_folder_alone() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Returns the statements at the outermost level that begin with `use`, as paths from `crate` on, without those that
-/// only hand on what another file defines.
+/// Returns the statements at the outermost level that begin with `use`, as paths from `crate` on,
+/// without those that only hand on what another file defines.
 fn uses(module: &[&str], text: &str) -> BTreeSet<String> {
     let code: Vec<&str> = code(text).map(|(_, line)| line).collect();
     let code = code.join("\n");

@@ -15,9 +15,9 @@ use crate::cuda::{has_cuda, on_cuda, whole_cuda};
 /// Cycles before the first look: pools of the C library, kernels that are loaded once, lazily made statics.
 const WARM_UP: usize = 10;
 const CYCLES: usize = 100;
-/// The allowed growth of the host's memory in all cycles together. A cycle that lost only the tokenizer or the
-/// weights of the model (a MB or more) would show many times over; the C library's pools of freed memory, which depend
-/// on how threads met, do not.
+/// The allowed growth of the host's memory in all cycles together. A cycle that lost only the
+/// tokenizer or the weights of the model (a MB or more) would show many times over; the C library's
+/// pools of freed memory, which depend on how threads met, do not.
 const HOST_SLACK_BYTES: u64 = 4 << 20;
 /// The allowed shrinkage of the device's free memory: drivers hand out memory in steps of 2 MiB.
 const DEVICE_SLACK_BYTES: u64 = 4 << 20;

@@ -1,9 +1,10 @@
 //! The tests of this binary once more, over a Llama.
 //!
-//! Most tests load the model of this repository, a Qwen3. It becomes a Llama that writes nearly the same texts when its
-//! norms of heads are replaced by what they do on average: the norms' weights and a number for each head go into the
-//! rows of the projections, which are computed before the rotation as the norms are. So the same stories, stop strings
-//! and end tokens serve all tests, and nothing has to be trained or stored.
+//! Most tests load the model of this repository, a Qwen3. It becomes a Llama that writes nearly the
+//! same texts when its norms of heads are replaced by what they do on average: the norms' weights
+//! and a number for each head go into the rows of the projections, which are computed before the
+//! rotation as the norms are. So the same stories, stop strings and end tokens serve all tests, and
+//! nothing has to be trained or stored.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
@@ -15,8 +16,8 @@ use crate::client::{root, TEST_MODEL};
 use crate::cuda::{shared_cuda, whole_cuda};
 use crate::files::{raw_safetensors, TempDir};
 
-/// 1 / rms of the projections' outputs for each head of queries and of keys, by layer: the geometric mean over the
-/// prompts and answers of tests/golden/tiny-qwen3.
+/// 1 / rms of the projections' outputs for each head of queries and of keys, by layer: the
+/// geometric mean over the prompts and answers of tests/golden/tiny-qwen3.
 const QUERY_SCALES: [[f32; 6]; 6] = [
     [2.092, 2.174, 2.189, 2.132, 2.246, 2.171],
     [0.996, 0.965, 0.993, 0.882, 0.878, 0.903],
@@ -34,8 +35,9 @@ const KEY_SCALES: [[f32; 2]; 6] = [
     [0.388, 0.426],
 ];
 
-/// What has nothing to run over another model: it compares tiny-qwen3 with Transformers' own results or with what is
-/// known of it, brings models of its own, or looks at files of the repository.
+/// What has nothing to run over another model: it compares tiny-qwen3 with Transformers' own
+/// results or with what is known of it, brings models of its own, or looks at files of the
+/// repository.
 const OTHERS: &[&str] = &[
     "arguments::inspection_of_the_repository_model",
     "begin_token::",
@@ -71,7 +73,8 @@ impl Weights {
         self.0.remove(found.unwrap_or_else(|| panic!("no tensor {name}"))).2
     }
 
-    /// Folds a norm of heads into the projection before it: row d of head h becomes `scales[h] * norm[d]` times itself.
+    /// Folds a norm of heads into the projection before it: row d of head h becomes `scales[h] *
+    /// norm[d]` times itself.
     fn fold(&mut self, attention: &str, letter: char, scales: &[f32]) {
         let norm = self.take(&format!("{attention}.{letter}_norm.weight"));
         let projection = format!("{attention}.{letter}_proj.weight");

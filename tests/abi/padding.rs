@@ -1,7 +1,8 @@
-//! The contents of unused memory change nothing: rows of a workspace that a step leaves out, slots of a block of the KV
-//! cache after the last token, scratch, and whatever a kernel reads beyond what it needs. One token's embedding is NaN,
-//! so that requests with it write NaN to all of that memory; others must give the bits that they give in memory that no
-//! such request has touched, afterwards and beside one.
+//! The contents of unused memory change nothing: rows of a workspace that a step leaves out, slots
+//! of a block of the KV cache after the last token, scratch, and whatever a kernel reads beyond
+//! what it needs. One token's embedding is NaN, so that requests with it write NaN to all of that
+//! memory; others must give the bits that they give in memory that no such request has touched,
+//! afterwards and beside one.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +22,8 @@ const POISON: u32 = 60;
 const CONTEXT: usize = 256;
 /// Eleven blocks: fewer than the prompts of a crowd need.
 const KV_TOKENS: u64 = 352;
-/// The largest step of a prompt: one that cuts none, and one that cuts them where neither blocks nor tiles end.
+/// The largest step of a prompt: one that cuts none, and one that cuts them where neither blocks
+/// nor tiles end.
 const CUTS: [u64; 2] = [0, 37];
 
 fn poisoned(mut model: TestModel) -> TempDir {
@@ -74,7 +76,8 @@ fn ask(model: &Model, prompt: &[u32], index: usize) -> Outcome<Given> {
     Ok((ids, logits.iter().map(|logit| logit.to_bits()).collect()))
 }
 
-/// Whether an output is the expected one: to the bit, or with logits that are as near as those of another batch.
+/// Whether an output is the expected one: to the bit, or with logits that are as near as those of
+/// another batch.
 fn agrees(given: &Outcome<Given>, expected: &Given, is_exact: bool) -> bool {
     let given = match given {
         Ok(given) => given,
@@ -91,8 +94,8 @@ fn agrees(given: &Outcome<Given>, expected: &Given, is_exact: bool) -> bool {
 
 static BAN: xserv_logit_bias = xserv_logit_bias { token_id: POISON, bias: f32::NEG_INFINITY };
 
-/// Returns the number of prompts whose output differs from that in clean memory, for each of [`CUTS`]: alone in
-/// poisoned memory, and in a crowd with poison in its midst.
+/// Returns the number of prompts whose output differs from that in clean memory, for each of
+/// [`CUTS`]: alone in poisoned memory, and in a crowd with poison in its midst.
 fn differences(
     path: &std::path::Path,
     options: &xserv_load_options,
@@ -159,8 +162,8 @@ fn differences_in_a_crowd(
     })
 }
 
-/// Models of all families, narrow ones whose rows are no whole vectors and wide ones, and one whose rows are no whole
-/// pairs either.
+/// Models of all families, narrow ones whose rows are no whole vectors and wide ones, and one whose
+/// rows are no whole pairs either.
 fn models() -> Vec<(String, TempDir)> {
     let mut all = vec![
         ("GPT-2".to_string(), poisoned(TestModel::gpt2(3))),

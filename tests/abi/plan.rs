@@ -175,7 +175,8 @@ fn a_gpu_is_planned(path: &Path) {
 /// The share by which runs with these options may differ from the plan.
 const TOLERANCE: f64 = 0.02;
 
-/// Requests of all kinds at once: decoding in batches of any size, prompts in pieces beside it, logits of all rows.
+/// Requests of all kinds at once: decoding in batches of any size, prompts in pieces beside it,
+/// logits of all rows.
 fn run_everything(model: &Model) {
     let context = model.info().max_context_tokens as usize;
     let vocab_size = model.info().vocab_size;

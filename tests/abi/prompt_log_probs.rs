@@ -44,7 +44,8 @@ fn told_by(info: &xserv_result_info) -> Told {
     }
 }
 
-/// Submits a request; returns what its events and what its result tell of the prompt, and its first sample's ids.
+/// Submits a request; returns what its events and what its result tell of the prompt, and its first
+/// sample's ids.
 fn follow(model: &Model, request: &xserv_request) -> (Told, Told, Vec<u32>) {
     let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_submit_options_init(&mut options, size_of_val(&options)) };

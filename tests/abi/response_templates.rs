@@ -1,5 +1,5 @@
-//! Answers taken apart by the response template in a model's tokenizer_config.json, and constraints that begin
-//! after a thought, through the C interface.
+//! Answers taken apart by the response template in a model's tokenizer_config.json, and constraints
+//! that begin after a thought, through the C interface.
 
 use std::ffi::{c_char, CStr};
 use std::ptr;

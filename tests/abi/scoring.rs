@@ -1,5 +1,5 @@
-//! Log-probabilities of given tokens: xserv_score. The expected values are computed here, in f64, from the logits that
-//! xserv_logits gives.
+//! Log-probabilities of given tokens: xserv_score. The expected values are computed here, in f64,
+//! from the logits that xserv_logits gives.
 
 use std::process::Command;
 use std::ptr;
@@ -90,7 +90,8 @@ fn scores_are_the_log_softmax_of_the_models_own_logits() {
     idle(&model);
 }
 
-/// Returns the statistics after this many calls and requests have ended. (A call may return before it is counted.)
+/// Returns the statistics after this many calls and requests have ended. (A call may return before
+/// it is counted.)
 fn stats_after(model: &Model, count: u64) -> xserv_model_stats {
     let begin = Instant::now();
     loop {

@@ -18,8 +18,9 @@ use crate::cuda::{on_cuda, shared_cuda};
 
 /// Threads that make requests.
 const CALLERS: u64 = 12;
-/// The memory by which the process may grow from the warm-up to the end: pools of the C library for threads that met in
-/// other ways. A leak of 100 bytes a request shows after some minutes: there are thousands of requests a minute.
+/// The memory by which the process may grow from the warm-up to the end: pools of the C library for
+/// threads that met in other ways. A leak of 100 bytes a request shows after some minutes: there
+/// are thousands of requests a minute.
 const SLACK_BYTES: u64 = 6 << 20;
 /// Drivers hand out device memory in steps of 2 MiB.
 const DEVICE_SLACK_BYTES: u64 = 4 << 20;

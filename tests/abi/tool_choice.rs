@@ -1,5 +1,5 @@
-//! Answers that must be the call of a tool, or must not, by what comes out of the repository's model, which knows
-//! little of tools.
+//! Answers that must be the call of a tool, or must not, by what comes out of the repository's
+//! model, which knows little of tools.
 
 use std::ffi::{c_char, CStr};
 use std::path::Path;
@@ -75,8 +75,8 @@ fn chat(choice: xserv_tool_choice, name: Option<&CStr>, seed: u64) -> xserv_requ
     }
 }
 
-/// Biases against blanks, of which the repository's model, that was never taught to call tools, makes many between
-/// the parts of JSON.
+/// Biases against blanks, of which the repository's model, that was never taught to call tools,
+/// makes many between the parts of JSON.
 fn against_blanks(model: &Model) -> Vec<xserv_logit_bias> {
     let is_blank = |id: &u32| {
         let text = model.detokenize(&[*id], false).unwrap();

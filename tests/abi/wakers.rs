@@ -1,4 +1,5 @@
-//! Wake-up callbacks and the calls that never wait: what a callback may do, where it runs, and who waits for whom.
+//! Wake-up callbacks and the calls that never wait: what a callback may do, where it runs, and who
+//! waits for whom.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -297,8 +298,8 @@ fn a_host_may_hold_a_lock_around_submit_that_its_waker_takes() {
     });
 }
 
-/// It submits the next request in its callback, as a host does that keeps one under way: also when all of them are
-/// over at once.
+/// It submits the next request in its callback, as a host does that keeps one under way: also when
+/// all of them are over at once.
 #[test]
 fn a_waker_that_keeps_a_request_under_way_runs_in_turn_and_not_within_itself() {
     const ROUNDS: u32 = 20_000;

@@ -35,14 +35,16 @@ pub fn begin() {
     });
 }
 
-/// Lets the allocation of this thread with this number fail while `body` runs, from 1. Returns whether there was one.
+/// Lets the allocation of this thread with this number fail while `body` runs, from 1. Returns
+/// whether there was one.
 pub fn fail_nth<T>(number: u64, body: impl FnOnce() -> T) -> (T, bool) {
     UNTIL_FAILURE.set(number);
     let result = body();
     (result, UNTIL_FAILURE.replace(0) == 0)
 }
 
-/// Lets all allocations of `size` bytes fail on threads that are not exempt while `body` runs. Returns their number.
+/// Lets all allocations of `size` bytes fail on threads that are not exempt while `body` runs.
+/// Returns their number.
 pub fn fail_size(size: usize, body: impl FnOnce()) -> u64 {
     FAILURES.store(0, Ordering::SeqCst);
     FAILING_SIZE.store(size, Ordering::SeqCst);

@@ -1,6 +1,7 @@
-//! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
-//! asks the driver for no memory either. The library's allocator tells what any thread but those of the tests does. It is
-//! also made to fail, to show which requests that ends.
+//! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the
+//! kernels; on a GPU it asks the driver for no memory either. The library's allocator tells what
+//! any thread but those of the tests does. It is also made to fail, to show which requests that
+//! ends.
 
 #![cfg(all(feature = "reserve", debug_assertions))]
 
@@ -76,7 +77,8 @@ struct Instant {
     /// Results of the steps under way, and memory of those before.
     steps: Mutex<[(usize, StepResult); 2]>,
     begun: AtomicUsize,
-    /// Whether all requests are submitted: before, one alone would get ahead of its users, who wait for the others.
+    /// Whether all requests are submitted: before, one alone would get ahead of its users, who wait
+    /// for the others.
     is_open: AtomicBool,
     /// Tokens that were chosen, and those of them that were taken.
     chosen: AtomicUsize,
@@ -235,8 +237,8 @@ fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-qwen3")
 }
 
-/// Rounds of requests that fill the context, the first of which is not watched; within a round, from where the
-/// queues have grown to what their users may be behind.
+/// Rounds of requests that fill the context, the first of which is not watched; within a round,
+/// from where the queues have grown to what their users may be behind.
 fn check_model(options: &EngineOptions) {
     const QUEUED: u64 = 500;
     let engine = Engine::load(

@@ -6,17 +6,19 @@
 //!     [--tflops N] [--json] [--weights int8|int4] [--group-size N] [--embeddings int8] [--fp8-cache]
 //! ```
 //!
-//! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
-//! 60 GB of files. The library has this for Rust only, so `bench`, which is C, needs the files.
+//! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of
+//! 32B is timed without 60 GB of files. The library has this for Rust only, so `bench`, which is C,
+//! needs the files.
 //!
 //! `--decode BxC`: B sequences of C tokens take one greedy token each, steps following each other
-//! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
-//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
-//! from the rates at which the GPU reads and multiplies, which are measured in the same run
-//! (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or f16 with
-//! `--f16`; `--fp8-cache` keeps keys and values in 8 bits. `--profile` adds where each step's time goes: a table of the parts of all layers that
-//! adds up to the step. `--cpu` times the CPU instead. `tests/bench/make_random_model.py` makes folders, with
-//! `--config-only` those that `--random` needs.
+//! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens).
+//! `--prefill T`: a prompt of T tokens up to its first token. Times are medians, in milliseconds.
+//! The limits follow from the rates at which the GPU reads and multiplies, which are measured in
+//! the same run (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or
+//! f16 with `--f16`; `--fp8-cache` keeps keys and values in 8 bits. `--profile` adds where each
+//! step's time goes: a table of the parts of all layers that adds up to the step. `--cpu` times the
+//! CPU instead. `tests/bench/make_random_model.py` makes folders, with `--config-only` those that
+//! `--random` needs.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -224,8 +226,8 @@ fn load(options: &Options) -> Option<Model> {
     Some(model.expect("a model"))
 }
 
-/// Returns the rates of the GPU (or with `--cpu` of the CPU): measured beside the model, except those that the options
-/// set.
+/// Returns the rates of the GPU (or with `--cpu` of the CPU): measured beside the model, except
+/// those that the options set.
 fn ceilings_of(options: &Options) -> Ceilings {
     if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
         return Ceilings { read_gbs, tflops };
@@ -301,8 +303,8 @@ impl<'a> Decoding<'a> {
     fn new(model: &'a Model, batch: usize, context_len: usize, options: &Options) -> Self {
         let blocks_per_seq = (context_len + options.steps + 16).div_ceil(32) + 1;
         let mut driver = Driver::new(model, batch * blocks_per_seq);
-        // All have the keys and values of one prompt, each in memory of its own. Zeros would do for the work, but they
-        // take less power, and cards slow down at the most that they may draw.
+        // All have the keys and values of one prompt, each in memory of its own. Zeros would do for
+        // the work, but they take less power, and cards slow down at the most that they may draw.
         let mut prompt = Sequence::default();
         driver.reserve(context_len.min(LONGEST_PIECE));
         run_prompt(&mut driver, &mut prompt, &prompt_ids(model, context_len));
@@ -465,8 +467,8 @@ fn profile_prefill(model: &Model, len: usize) -> Vec<ProfiledPart> {
     sum
 }
 
-/// The parts by name, largest first, beside what the hardware needs for them. Marks take time of their own: the
-/// difference to the step without them is divided among all.
+/// The parts by name, largest first, beside what the hardware needs for them. Marks take time of
+/// their own: the difference to the step without them is divided among all.
 fn table(
     options: &Options,
     ceilings: &Ceilings,

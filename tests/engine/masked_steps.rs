@@ -1,5 +1,5 @@
-//! Constrained requests on a model that chooses tokens by itself, several steps at a time: the masks come when the
-//! passes are under way already.
+//! Constrained requests on a model that chooses tokens by itself, several steps at a time: the
+//! masks come when the passes are under way already.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,11 +1,12 @@
 //! The scheduler and its blocks under random arrivals, lengths, cancels and priorities, over small pools and
 //! with steps under way while the next is planned; the model is a toy that checks what it is given.
 //!
-//! The toy remembers, for every place of the KV cache, which token of which past was computed into it. Before a
-//! token is computed it looks whether the places of all tokens before it, as the block table has them, hold
-//! exactly those: so no block has two owners with different contents, nothing is shared that is not the same,
-//! and nothing is read before it is computed or after it was taken. The next token is a function of all tokens
-//! before it, so that every sequence can be checked against a run of its own.
+//! The toy remembers, for every place of the KV cache, which token of which past was computed into
+//! it. Before a token is computed it looks whether the places of all tokens before it, as the block
+//! table has them, hold exactly those: so no block has two owners with different contents, nothing
+//! is shared that is not the same, and nothing is read before it is computed or after it was taken.
+//! The next token is a function of all tokens before it, so that every sequence can be checked
+//! against a run of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -426,8 +427,8 @@ fn the_next_turn_of_a_conversation_costs_its_new_tokens() {
     assert_eq!(new, [91 - 64, 91]);
 }
 
-/// Two requests that must know their tokens, of which the second comes while the first is computed, would take turns
-/// for ever.
+/// Two requests that must know their tokens, of which the second comes while the first is computed,
+/// would take turns for ever.
 #[test]
 fn who_must_know_a_token_is_waited_for_unless_they_are_few() {
     let mut scheduler = scheduler(64, 32, 64);

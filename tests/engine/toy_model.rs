@@ -1,6 +1,6 @@
-//! A model whose next token is a function of all tokens before it, as far as they lie in the cache where the block
-//! table says: whatever is computed into the wrong place, or not at all, changes what comes after. It fails when
-//! it is told to.
+//! A model whose next token is a function of all tokens before it, as far as they lie in the cache
+//! where the block table says: whatever is computed into the wrong place, or not at all, changes
+//! what comes after. It fails when it is told to.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -111,8 +111,8 @@ pub fn expected(prompt: &[u32], num_new: usize) -> Vec<u32> {
     tokens
 }
 
-/// Goes on as a request alone does: `next` gets each token, at first none, and says by words of bits which may
-/// come next, or that none does.
+/// Goes on as a request alone does: `next` gets each token, at first none, and says by words of
+/// bits which may come next, or that none does.
 pub fn follow(
     prompt: &[u32],
     vocab_size: usize,

@@ -189,7 +189,8 @@ fn every_option_can_be_set_in_cpp() {
     }
 }
 
-/// Programs that must not compile, as the body of a function, and what the compiler says of them, in one error.
+/// Programs that must not compile, as the body of a function, and what the compiler says of them,
+/// in one error.
 const REFUSED: &[(&str, &str)] = &[
     // Callbacks: the int of a printf would stop the generation when it is 0.
     ("model.generate(request, [](std::string_view text) { return text.size(); });", "xserv: the callback of generate() takes"),

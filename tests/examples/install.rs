@@ -1,5 +1,5 @@
-//! The install tree: csrc/install, find_package, pkg-config, the shared and the static library; also after the
-//! tree was moved.
+//! The install tree: csrc/install, find_package, pkg-config, the shared and the static library;
+//! also after the tree was moved.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,8 +23,8 @@ int main(int argc, char **argv) {
 }
 "#;
 
-/// Returns a folder with both libraries of this test run. The static one is made of what Cargo has built: nothing is
-/// compiled for it.
+/// Returns a folder with both libraries of this test run. The static one is made of what Cargo has
+/// built: nothing is compiled for it.
 fn libraries() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {

@@ -1,5 +1,5 @@
-//! Packages that are passed on: pip install from a checkout, the wheel, the tarball; and how the Python package finds
-//! the library.
+//! Packages that are passed on: pip install from a checkout, the wheel, the tarball; and how the
+//! Python package finds the library.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -225,7 +225,8 @@ fn the_package_looks_for_the_library_where_it_is_installed() {
     assert_eq!(loaded, package.join("xserv/libxserv.so"));
 }
 
-/// Makes something with a command of csrc/packaging, twice, and returns its path: the only file beside its checksum.
+/// Makes something with a command of csrc/packaging, twice, and returns its path: the only file
+/// beside its checksum.
 fn made_twice_the_same(script: &str, folder: &Path) -> PathBuf {
     let make = |out: &str| {
         let mut make = command(repository().join("csrc/packaging").join(script));

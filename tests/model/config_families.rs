@@ -1,5 +1,5 @@
-//! `config.json` of the families Llama, Mistral and Qwen2: every field and every default against what Transformers'
-//! configuration classes make of the same file, and what is refused by name.
+//! `config.json` of the families Llama, Mistral and Qwen2: every field and every default against
+//! what Transformers' configuration classes make of the same file, and what is refused by name.
 
 use std::path::Path;
 
@@ -79,7 +79,8 @@ fn configs_mean_what_they_mean_to_transformers() {
             .map(|part| expected["biases"][part].as_bool().expect("a flag of each part"));
         assert!(q == k && q == v && gate == up && gate == down, "{name}");
         assert_eq!(config.biases, Biases { qkv: q, attention_output: o, mlp: gate }, "{name}");
-        // A window hides nothing from a context of its length; YaRN's extension is counted as Qwen's cards do.
+        // A window hides nothing from a context of its length; YaRN's extension is counted as
+        // Qwen's cards do.
         let positions = count("max_position_embeddings").expect("a count");
         let scaling = &file["rope_scaling"];
         let stretched = match scaling["type"].as_str() {
@@ -101,7 +102,8 @@ fn configs_mean_what_they_mean_to_transformers() {
         let got = rope.inv_freq(config.head_dim).expect("room");
         assert_eq!(got.len(), want.clone().count(), "{name}");
         for (pair, (got, want)) in got.into_iter().zip(want).enumerate() {
-            // PyTorch's powers and ours are rounded once, to one of the nearest numbers; what is mixed of two adds to it.
+            // PyTorch's powers and ours are rounded once, to one of the nearest numbers; what is
+            // mixed of two adds to it.
             let off = (f64::from(got) / f64::from(want) - 1.0).abs();
             assert!(off < 5e-7, "{name}: pair {pair} has {got:e}, Transformers {want:e}");
         }

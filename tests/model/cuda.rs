@@ -1,5 +1,5 @@
-//! The forward pass on a GPU: against Transformers at the bars of the CPU, against the CPU, and against itself
-//! in pieces and beside others.
+//! The forward pass on a GPU: against Transformers at the bars of the CPU, against the CPU, and
+//! against itself in pieces and beside others.
 
 use xserv::error::{ErrorKind, Result};
 use xserv::memory::DType;
@@ -215,8 +215,8 @@ fn twice_the_same_run_on_cuda_gives_the_same_bits() {
     }
 }
 
-/// Biases and YaRN, which no reference model has; heads of 10 elements. GPT-2 with both forms of GELU, an output
-/// matrix of its own, and rows that are no whole vectors.
+/// Biases and YaRN, which no reference model has; heads of 10 elements. GPT-2 with both forms of
+/// GELU, an output matrix of its own, and rows that are no whole vectors.
 #[test]
 fn cuda_and_the_cpu_agree() {
     let mut models = Vec::new();
@@ -403,8 +403,8 @@ fn plan_of(folder: &ModelFolder, dtype: DType, num_tokens: usize) -> Result<Memo
     )
 }
 
-/// Without a GPU: matrices stored [in_features, out_features], with heads along either axis, learned positions and
-/// no tables of rotary ones.
+/// Without a GPU: matrices stored [in_features, out_features], with heads along either axis,
+/// learned positions and no tables of rotary ones.
 #[test]
 fn the_plan_of_gpt2_on_a_device_is_its_tensors() {
     let dir = TestModel::gpt2(2).write(Store::F32);

@@ -1,5 +1,5 @@
-//! Models that are loaded as deterministic on a GPU: a row's logits have the same bits alone, in any batch, in any
-//! pieces of its prompt, and when it was decoded.
+//! Models that are loaded as deterministic on a GPU: a row's logits have the same bits alone, in
+//! any batch, in any pieces of its prompt, and when it was decoded.
 
 use xserv::memory::DType;
 use xserv::model::{Model, TokenChoice};
@@ -174,8 +174,9 @@ fn everything(model: &Model, longest: usize) -> Count {
     count
 }
 
-/// That both models compute the same, but for roundings on the way: the root mean square of the differences of
-/// each row, in standard deviations of the row. (Equal bits alone could be equally wrong.)
+/// That both models compute the same, but for roundings on the way: the root mean square of the
+/// differences of each row, in standard deviations of the row. (Equal bits alone could be equally
+/// wrong.)
 fn check_near(with: &Known, without: &Known, dtype: DType) {
     let floats = |known: &Known| -> Vec<f32> {
         known.logits.iter().map(|&bits| f32::from_bits(bits)).collect()

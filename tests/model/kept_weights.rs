@@ -293,8 +293,8 @@ fn a_copy_of_the_model_is_known_by_its_checksums() {
     int4(other.str()).is_refused(&kept.file(), &["another model", "had other numbers"]);
 }
 
-/// Whether a stored output matrix is the embedding is told by the file as long as the model is the one it was made
-/// from, and else found out anew.
+/// Whether a stored output matrix is the embedding is told by the file as long as the model is the
+/// one it was made from, and else found out anew.
 #[test]
 fn tied_matrices_are_compared_once() {
     let embedding = "model.embed_tokens.weight";
@@ -320,7 +320,8 @@ fn tied_matrices_are_compared_once() {
         let is_tied = output == Output::Equal;
         assert_eq!(Parts::read(&file).description["output_is_embedding"], json!(is_tied));
         assert!(logits().expect("a model") == want, "{output:?}");
-        // In the middle of the output matrix, where a comparison would see it and a model without it would not.
+        // In the middle of the output matrix, where a comparison would see it and a model without
+        // it would not.
         let bytes = std::fs::read(&source).expect("a file");
         let read = SafeTensors::deserialize(&bytes).expect("a file");
         let matrix = read.tensor("lm_head.weight").expect("a tensor").data();
@@ -607,8 +608,8 @@ fn a_source_that_changes_meanwhile_makes_no_file() {
     assert!(names(&file).is_empty());
 }
 
-/// One file serves both, whichever made it, also where heads are padded on a device and the matrices of attention
-/// stay dense there.
+/// One file serves both, whichever made it, also where heads are padded on a device and the
+/// matrices of attention stay dense there.
 #[test]
 fn kept_weights_on_cuda_are_those_of_the_cpu() {
     if cuda_context().is_none() {

@@ -26,8 +26,9 @@ fn grow(swap: &mut KvSwap, most: usize) -> usize {
     }
 }
 
-/// Three sequences take turns in a cache that has room for one: each is copied to the host, others write over its
-/// blocks, and it goes on in other blocks. Their logits are, bit for bit, those of sequences that stay.
+/// Three sequences take turns in a cache that has room for one: each is copied to the host, others
+/// write over its blocks, and it goes on in other blocks. Their logits are, bit for bit, those of
+/// sequences that stay.
 fn check_turns(model: &Model) {
     let mut swap = model.kv_swap();
     // As many slabs as it takes.
@@ -56,8 +57,8 @@ fn check_turns(model: &Model) {
     assert!(swap.take_time().is_some());
 }
 
-/// Copies are queued while a step is under way, which has read and written the blocks before they are copied; the
-/// step after them finds what they have brought.
+/// Copies are queued while a step is under way, which has read and written the blocks before they
+/// are copied; the step after them finds what they have brought.
 fn check_order(model: &Model) {
     let mut swap = model.kv_swap();
     assert_eq!(grow(&mut swap, NUM_BLOCKS), NUM_BLOCKS);

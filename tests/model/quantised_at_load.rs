@@ -21,8 +21,8 @@ const TRAINED: &str = "tiny-qwen3";
 pub const AS_STORED: WeightStorage = WeightStorage::AsStored;
 pub const INT8: WeightStorage = WeightStorage::Int8;
 pub const INT4: WeightStorage = WeightStorage::Int4;
-/// Bars on the difference of logits, relative to the root of their mean square: of a trained model, and of random
-/// weights, which make more of a difference from layer to layer.
+/// Bars on the difference of logits, relative to the root of their mean square: of a trained model,
+/// and of random weights, which make more of a difference from layer to layer.
 const INT8_BARS: [f64; 2] = [0.02, 0.02];
 const INT4_BARS: [f64; 2] = [0.15, 0.30];
 
@@ -59,7 +59,8 @@ fn quantised(
     open_both(path, weights, 0, embeddings)?.load(backend, &options, &mut |_| true)
 }
 
-/// Returns the repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
+/// Returns the repository's model with a prompt of its kind, and made ones; two have rows that are
+/// no whole groups.
 pub fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {

@@ -12,7 +12,8 @@ use crate::golden;
 use crate::packing::{self, file_bytes, folders, Folders, Form, OUTPUT};
 use crate::quantised::Stored;
 
-/// Bar on the difference of f32 logits, relative to the root of their mean square. Only the order of sums differs.
+/// Bar on the difference of f32 logits, relative to the root of their mean square. Only the order
+/// of sums differs.
 const F32_BAR: f64 = 1e-4;
 /// Bars of bf16 on what the numbers written out lose as bf16, and on the logits.
 const BF16_FACTOR: f64 = 2.0;

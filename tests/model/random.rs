@@ -1,5 +1,5 @@
-//! Models of random weights from a config alone: the same sizes as with files, finite logits, the same numbers on every
-//! run and wherever the model is.
+//! Models of random weights from a config alone: the same sizes as with files, finite logits, the
+//! same numbers on every run and wherever the model is.
 
 use std::sync::Arc;
 use xserv::model::{ActivationFormat, KvFormat};
@@ -121,8 +121,9 @@ fn logits_are_finite_reproducible_and_of_the_size_of_real_ones() {
         assert!(exact.iter().all(|x| x.is_finite()), "{name}");
         let mean = exact.iter().sum::<f32>() / exact.len() as f32;
         let square = exact.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / exact.len() as f32;
-        // The rows of the output matrix have a length of about 1, and hidden states one of the square root of their
-        // number; where they are tied the embedding of the token itself stands out.
+        // The rows of the output matrix have a length of about 1, and hidden states one of the
+        // square root of their number; where they are tied the embedding of the token itself stands
+        // out.
         assert!((0.5..2.0).contains(&square.sqrt()), "{name}: {}", square.sqrt());
         assert!(mean.abs() < 0.3, "{name}: {mean}");
         assert_eq!(bits(&logits(DType::F32, 1)), bits(&exact), "{name}: on another run");
@@ -133,7 +134,8 @@ fn logits_are_finite_reproducible_and_of_the_size_of_real_ones() {
     }
 }
 
-/// Each token has a row of its own, and each position too: nothing was filled twice with the same numbers or left zero.
+/// Each token has a row of its own, and each position too: nothing was filled twice with the same
+/// numbers or left zero.
 #[test]
 fn all_weights_are_different() {
     for (name, model) in shapes() {
@@ -200,8 +202,8 @@ fn progress_goes_from_zero_to_one_and_can_cancel() {
     }
 }
 
-/// The device fills its own memory: the numbers are those of the CPU, the gaps between its heads stay zero, and it takes
-/// no more memory than with files.
+/// The device fills its own memory: the numbers are those of the CPU, the gaps between its heads
+/// stay zero, and it takes no more memory than with files.
 #[test]
 fn a_device_has_the_weights_of_the_cpu() {
     for (name, model) in shapes() {

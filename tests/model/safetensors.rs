@@ -123,8 +123,8 @@ fn numbers_that_are_no_sizes() {
     }
 }
 
-/// What is in fields that nobody needs must be JSON as the format's own reader takes it. The thread has half of the
-/// stack that the header asks callers for.
+/// What is in fields that nobody needs must be JSON as the format's own reader takes it. The thread
+/// has half of the stack that the header asks callers for.
 #[test]
 fn fields_that_are_not_known_are_read_as_the_reference_reads_them() {
     let digits = "1".repeat(400);

@@ -95,7 +95,8 @@ fn check_step_times(model: &Model) {
     let whole = begin.elapsed();
     assert!(times.iter().all(|time| time.busy > Duration::ZERO), "{times:?}");
     assert_eq!(times[0].idle, Duration::ZERO);
-    // Each begins when the host has the end of the one before. (A hundredth for the difference of two clocks.)
+    // Each begins when the host has the end of the one before. (A hundredth for the difference of
+    // two clocks.)
     assert!(times[1..].iter().all(|time| time.idle > Duration::ZERO), "{times:?}");
     assert!(times[4].idle >= PAUSE * 99 / 100, "{times:?}");
     let sum: Duration = times.iter().map(|time| time.busy + time.idle).sum();
@@ -193,8 +194,8 @@ fn steps_in_flight_follow_each_other(golden: &Golden) {
     }
 }
 
-/// The chain of kernels for decoding against the operators for any batch: logits of one token for each of many
-/// sequences of different lengths, several steps on, as graphs too.
+/// The chain of kernels for decoding against the operators for any batch: logits of one token for
+/// each of many sequences of different lengths, several steps on, as graphs too.
 #[test]
 fn decoding_in_chains_on_cuda_is_the_forward_pass() {
     let settings = Family::ALL.map(|family| [(family, DType::BF16), (family, DType::F16)]).concat();

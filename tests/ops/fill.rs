@@ -1,4 +1,5 @@
-//! `fill`: its statistics, its bits against an independent computation, CUDA against the CPU, and what it leaves alone.
+//! `fill`: its statistics, its bits against an independent computation, CUDA against the CPU, and
+//! what it leaves alone.
 
 use std::sync::Arc;
 
@@ -51,8 +52,8 @@ fn numbers_have_the_mean_the_deviation_and_the_shape_that_were_asked_for() {
         let near = values.iter().filter(|&&x| (x - NOISE.mean).abs() < limit * NOISE.std).count();
         near as f64 / COUNT as f64
     };
-    // A normal distribution has 68.3 %, 95.4 % and 99.7 %; sums of four uniform numbers have a little less in the
-    // middle and nothing far out.
+    // A normal distribution has 68.3 %, 95.4 % and 99.7 %; sums of four uniform numbers have a
+    // little less in the middle and nothing far out.
     assert!((share(1.0) - 0.673).abs() < 0.004, "{}", share(1.0));
     assert!((share(2.0) - 0.957).abs() < 0.004, "{}", share(2.0));
     assert!(share(3.0) > 0.997 && share(3.0) < 1.0, "{}", share(3.0));
@@ -148,7 +149,8 @@ fn change_bytes(
     let len = tensor.size_bytes();
     match context.backend() {
         ContextBackend::Cpu { .. } => {
-            // SAFETY: memory of that length, which the system gave zeroed; the tensor keeps it, and nobody else uses it.
+            // SAFETY: memory of that length, which the system gave zeroed; the tensor keeps it, and
+            // nobody else uses it.
             change(unsafe { std::slice::from_raw_parts_mut(tensor.data(), len) });
         }
         ContextBackend::Cuda(_) => {

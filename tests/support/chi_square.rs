@@ -1,15 +1,15 @@
 //! Whether draws have the distribution that they should have.
 
-/// Returns the quantile of the chi-square distribution that is exceeded once in a million times, by the approximation
-/// of Wilson and Hilferty (1931).
+/// Returns the quantile of the chi-square distribution that is exceeded once in a million times, by
+/// the approximation of Wilson and Hilferty (1931).
 fn bar(degrees: usize) -> f64 {
     let (k, normal) = (degrees as f64, 4.753);
     let part = 2.0 / (9.0 * k);
     k * (1.0 - part + normal * part.sqrt()).powi(3)
 }
 
-/// Asserts that the outcomes occurred as often as their probabilities say, which add up to 1. Returns the degrees of
-/// freedom; with 0 there was nothing to test. Rare outcomes count together.
+/// Asserts that the outcomes occurred as often as their probabilities say, which add up to 1.
+/// Returns the degrees of freedom; with 0 there was nothing to test. Rare outcomes count together.
 pub fn assert_fits(counts: &[u64], probabilities: &[f64], case: &str) -> usize {
     assert_eq!(counts.len(), probabilities.len());
     let num_draws = counts.iter().sum::<u64>() as f64;

@@ -228,8 +228,8 @@ impl<'m> Driver<'m> {
         }
     }
 
-    /// Makes a sequence of `len` tokens out of what a swapped one left in places from `first` on, which stay as they
-    /// are.
+    /// Makes a sequence of `len` tokens out of what a swapped one left in places from `first` on,
+    /// which stay as they are.
     pub fn copy_in(&mut self, sequence: &mut Sequence, len: usize, swap: &mut KvSwap, first: u32) {
         self.pretend(sequence, len);
         self.swap(sequence, swap, first, CopyDirection::FromHost);

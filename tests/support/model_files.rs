@@ -158,8 +158,8 @@ pub fn raw_safetensors(header: &str, data: &[u8]) -> Vec<u8> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Family {
     Qwen3,
-    /// Without norms of heads; with frequencies scaled as Llama 3.1's, and biases of the MLP where the attention has
-    /// them.
+    /// Without norms of heads; with frequencies scaled as Llama 3.1's, and biases of the MLP where
+    /// the attention has them.
     Llama,
     /// Without norms of heads, with biases of q, k and v.
     Qwen2,
@@ -183,7 +183,8 @@ impl TestModel {
         Self::with_sizes(seed, (24, 40, 70), (4, 2, 10), true)
     }
 
-    /// The same without biases, with hidden size 256 and heads of 128: sizes that all kernels of decoding serve.
+    /// The same without biases, with hidden size 256 and heads of 128: sizes that all kernels of
+    /// decoding serve.
     pub fn wide_qwen3(seed: u64) -> Self {
         Self::with_sizes(seed, (256, 768, 1000), (4, 2, 128), false)
     }
@@ -312,8 +313,8 @@ impl TestModel {
         self
     }
 
-    /// Returns a GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows
-    /// that are no whole vectors.
+    /// Returns a GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output
+    /// matrix of its own: rows that are no whole vectors.
     pub fn gpt2(seed: u64) -> Self {
         Self::gpt2_with_sizes(seed, 3, (30, 50, 70), 512)
     }

@@ -98,16 +98,16 @@ pub fn shared_golden() -> Option<PathBuf> {
     None
 }
 
-/// Returns the models with references that this machine has: the shared ones, the repository's own, and one seed of
-/// each configuration of the families Llama, Mistral and Qwen2.
+/// Returns the models with references that this machine has: the shared ones, the repository's own,
+/// and one seed of each configuration of the families Llama, Mistral and Qwen2.
 pub fn all() -> Vec<Golden> {
     let mut found = trained();
     found.extend(families());
     found
 }
 
-/// One seed of each configuration of the families Llama, Mistral and Qwen2. They lie on disk for as long as they are
-/// kept.
+/// One seed of each configuration of the families Llama, Mistral and Qwen2. They lie on disk for as
+/// long as they are kept.
 pub fn families() -> Vec<Golden> {
     let one_of = |(index, folder): (usize, &PathBuf)| {
         let mut seeds = read_family(folder);

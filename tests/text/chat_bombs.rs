@@ -5,7 +5,8 @@ use serde_json::{json, Value};
 use std::process::Command;
 use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
 
-/// Processor time of this process: templates are rendered on threads of their own, and a clock runs while other programs do.
+/// Processor time of this process: templates are rendered on threads of their own, and a clock runs
+/// while other programs do.
 fn process_milliseconds() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec, which lies on this stack.

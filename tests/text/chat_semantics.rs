@@ -163,8 +163,8 @@ fn many_threads_at_once() {
     });
 }
 
-/// The thread that keeps a template compiled renders many conversations, of which each has all of its budget, its own
-/// variables and its own time, whatever became of the ones before.
+/// The thread that keeps a template compiled renders many conversations, of which each has all of
+/// its budget, its own variables and its own time, whatever became of the ones before.
 #[test]
 fn renderings_leave_nothing_behind() {
     let source = "{{ strftime_now('%Y') }}{% set ns = namespace(l=[], old=old) %}{% if fail %}\

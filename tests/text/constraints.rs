@@ -99,8 +99,8 @@ struct Tally {
     refused_here_alone: Vec<String>,
 }
 
-/// Returns a factory of parsers with llguidance's own settings, over bytes: which schemas it accepts does not depend on
-/// the vocabulary.
+/// Returns a factory of parsers with llguidance's own settings, over bytes: which schemas it
+/// accepts does not depend on the vocabulary.
 fn default_factory() -> ParserFactory {
     let env = ApproximateTokEnv::single_byte_env();
     let slices = SlicedBiasComputer::general_slices();
@@ -261,8 +261,8 @@ fn maskbench() {
     assert!(unknown.is_empty(), "llguidance accepts these: {unknown:#?}");
 }
 
-/// Whether a schema is refused for a reason of the library's own: for words that llguidance passes over, or for the
-/// limits of time and memory.
+/// Whether a schema is refused for a reason of the library's own: for words that llguidance passes
+/// over, or for the limits of time and memory.
 fn is_on_purpose(refusal: &str) -> bool {
     ["is not supported", "too large", "too complex", "at most"]
         .iter()

@@ -7,7 +7,8 @@ use std::time::Duration;
 use xserv::text::{SpecialTokens, Tokenizer};
 use xserv::thread_state::thread_cpu_time;
 
-/// Measures the processor time of the thread that started it: unlike a clock it does not run while other programs do.
+/// Measures the processor time of the thread that started it: unlike a clock it does not run while
+/// other programs do.
 pub struct Watch {
     began: Duration,
 }

@@ -2,8 +2,9 @@
 //! whose kernels do nothing, and any of its calls fails at will. Tokens mean nothing there (all are 0), but
 //! every call that the library makes is made, in its order.
 //!
-//! If the library was built without nvcc, `XSERV_TEST_WITHOUT_KERNELS` lets it go on without kernels
-//! (src/backend/cuda/fatbins.rs); that needs debug assertions, which tests have unless they are built in release mode.
+//! If the library was built without nvcc, `XSERV_TEST_WITHOUT_KERNELS` lets it go on without
+//! kernels (src/backend/cuda/fatbins.rs); that needs debug assertions, which tests have unless they
+//! are built in release mode.
 
 use std::ffi::{c_int, c_long, c_void, CStr, OsStr, OsString};
 use std::path::{Path, PathBuf};

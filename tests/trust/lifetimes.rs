@@ -1,5 +1,5 @@
-//! Opening and closing of the library by hosts, and the end of processes: a program in C that does it, and what becomes
-//! of it.
+//! Opening and closing of the library by hosts, and the end of processes: a program in C that does
+//! it, and what becomes of it.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};

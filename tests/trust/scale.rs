@@ -12,8 +12,9 @@ pub fn scaled(gate: usize, full: usize) -> usize {
     }
 }
 
-/// Which share of the work this run has, and of how many: all of it, or with `XSERV_TRUST_SHARE=i/n` the ith of n (from
-/// 0 on), so that several processes may divide what takes hours.
+/// Which share of the work this run has, and of how many: all of it, or with
+/// `XSERV_TRUST_SHARE=i/n` the ith of n (from 0 on), so that several processes may divide what
+/// takes hours.
 pub fn share() -> (usize, usize) {
     let Ok(share) = std::env::var("XSERV_TRUST_SHARE") else { return (0, 1) };
     match share.split_once('/').map(|(i, n)| (i.parse(), n.parse())) {

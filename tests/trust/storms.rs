@@ -48,7 +48,8 @@ fn assert_idle(model: *mut xserv_model) -> xserv_model_stats {
     }
 }
 
-/// Ends the process when `count` has stood still for [`PATIENCE`], until `is_over`, and tells every minute how far it is.
+/// Ends the process when `count` has stood still for [`PATIENCE`], until `is_over`, and tells every
+/// minute how far it is.
 fn watch_progress(what: &str, count: &AtomicU64, is_over: &AtomicBool) {
     let (mut seen, mut since, mut told) = (0, Instant::now(), Instant::now());
     while !is_over.load(Ordering::SeqCst) {
@@ -101,7 +102,8 @@ impl Shared {
 
     /// One call of a random function, on random handles.
     fn call(&self, world: &mut World, random: &mut Random) {
-        // A self-test takes 0.15 s and more of processor time, and maps memory all the while, for which threads wait in turn.
+        // A self-test takes 0.15 s and more of processor time, and maps memory all the while, for
+        // which threads wait in turn.
         let slow = ["xserv_load", "xserv_inspect", "xserv_plan", "xserv_self_test"];
         let busy = [
             "xserv_generate",

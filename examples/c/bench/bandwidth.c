@@ -16,8 +16,8 @@
 #define HUGE_PAGE_BYTES ((size_t)2 << 20)
 #define ROUNDS 3 /* for each distance */
 
-/* How far ahead of its reads a round prefetches into the second-level cache, in bytes; 0: the processor alone does.
- * What is best differs from machine to machine. */
+/* How far ahead of its reads a round prefetches into the second-level cache, in bytes; 0: the
+ * processor alone does. What is best differs from machine to machine. */
 static const size_t distances[] = {0, 2048, 4096, 8192, 16384};
 #define NUM_DISTANCES (sizeof distances / sizeof *distances)
 

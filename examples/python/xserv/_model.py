@@ -924,8 +924,9 @@ class Model(NotCopyable):
             token ids are taken as they are.
         cache_key: keys and values of common prefixes are shared only with calls and requests of the same number.
 
-        The continuations are computed together, in steps that they share with the texts of other threads. The prompt's
-        keys and values may come from the prefix cache: with many continuations most of it is computed once. With the prompt, a continuation may be as long as the context (ModelInfo.max_context_tokens).
+        The continuations are computed together, in steps that they share with the texts of other threads. The
+        prompt's keys and values may come from the prefix cache: with many continuations most of it is computed
+        once. With the prompt, a continuation may be as long as the context (ModelInfo.max_context_tokens).
 
         Ctrl-C ends the call. Raises InvalidArgumentError (no token before the continuation, or an id outside the
         vocabulary), ContextFullError, OutOfMemoryError, UnsupportedError (a text, and the model has no usable

@@ -112,9 +112,10 @@ class GenerateOptions(TypedDict, total=False):
     regex: a regular expression, in the syntax of Rust's regex crate, that matches the text as a whole.
     grammar: a context-free grammar in the EBNF of Lark.
     tool_choice: which of the tools the answer calls: "auto" (default: as the model likes), "none" (it is not shown
-        the tools, and nothing it writes is taken for a call), "required" (exactly one call, of any of them) or {"type": "function", "function": {"name": ...}}
-        (exactly one call of that tool). A required call is written as the model's chat template writes calls, with
-        arguments that the tool's JSON schema allows, after a thought where the model may have one.
+        the tools, and nothing it writes is taken for a call), "required" (exactly one call, of any of them) or
+        {"type": "function", "function": {"name": ...}} (exactly one call of that tool). A required call is written
+        as the model's chat template writes calls, with arguments that the tool's JSON schema allows, after a
+        thought where the model may have one.
     choice: texts, of which the answer is one.
 
     When to stop:

@@ -15,8 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 kernel_struct! {
-    /// The record in which kernels report an index that they were given and did not follow: the first offence only, in
-    /// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
+    /// The record in which kernels report an index that they were given and did not follow: the
+    /// first offence only, in host memory that the GPU writes. Layout shared with
+    /// `csrc/common/fault.cuh`.
     pub(crate) struct FaultRecord {
         /// 0: none. Else one of the `FAULT_` numbers.
         code: AtomicI32,

@@ -1,5 +1,5 @@
-//! The masks of steps on their way to the device. They are copied in a stream of their own, so that the copy is done
-//! while the device computes the pass whose logits they mask, and not after it.
+//! The masks of steps on their way to the device. They are copied in a stream of their own, so that
+//! the copy is done while the device computes the pass whose logits they mask, and not after it.
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ pub(super) struct MaskUploads {
     context: Arc<ComputeContext>,
     /// Made by the first step with masks.
     copies: Option<Copies>,
-    /// One for each step in flight, made by the first steps that have any. Dropped before what they are copied to.
+    /// One for each step in flight, made by the first steps that have any. Dropped before what they
+    /// are copied to.
     host: Vec<Option<PinnedBuffer>>,
     next: usize,
     /// The masks of a step: those of the rows' indices, then the masks.
@@ -114,8 +115,8 @@ impl MaskUploads {
         [step.choices.len().next_multiple_of(4), num_masks * mask_words(self.vocab_size)]
     }
 
-    /// Queues the copy of a step's masks to the device, for which there is room. What is queued for the step from now
-    /// on waits for it.
+    /// Queues the copy of a step's masks to the device, for which there is room. What is queued for
+    /// the step from now on waits for it.
     pub fn upload(&mut self, step: &Step<'_>, write: &mut WriteMasks<'_>) -> Result<UploadedMasks> {
         let (num_rows, num_masks) = (step.choices.len(), step.masked_rows.len());
         let [masks_at, words] = self.places(step);

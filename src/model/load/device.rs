@@ -1,7 +1,7 @@
-//! Weights into device memory: row-major in the model's element type, `[out_features, in_features]` or, where they
-//! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
-//! [`super::transfer`] reads the files in their order, or the device makes up the numbers itself
-//! ([`super::random`]).
+//! Weights into device memory: row-major in the model's element type, `[out_features, in_features]`
+//! or, where they are stored so, `[in_features, out_features]`; one arena for all. First every
+//! weight gets its place; then [`super::transfer`] reads the files in their order, or the device
+//! makes up the numbers itself ([`super::random`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -239,7 +239,8 @@ struct Filling<'l, 'a> {
 }
 
 impl Filling<'_, '_> {
-    /// Queues the numbers of a weight that would have `stored_bytes` in files; what lies between its heads stays.
+    /// Queues the numbers of a weight that would have `stored_bytes` in files; what lies between
+    /// its heads stays.
     fn fill(
         &mut self,
         weight: &DeviceTensor,
@@ -344,8 +345,8 @@ impl<'a> WeightsLoad<'a> {
         self.transfer.prepare(&self.loader)
     }
 
-    /// Reads everything to the device, or has it make up the numbers, and waits for the end. Meanwhile `beside` is done on this thread, with
-    /// the tensors as they will be.
+    /// Reads everything to the device, or has it make up the numbers, and waits for the end.
+    /// Meanwhile `beside` is done on this thread, with the tensors as they will be.
     pub fn finish<T>(
         self,
         context: &Arc<ComputeContext>,

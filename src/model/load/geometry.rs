@@ -59,8 +59,9 @@ impl Geometry {
         }
     }
 
-    /// Returns the stretches of the device's memory between which zeros lie, and which hold the numbers of the file in
-    /// their order: how many there are, the length of each, and the distance from one to the next.
+    /// Returns the stretches of the device's memory between which zeros lie, and which hold the
+    /// numbers of the file in their order: how many there are, the length of each, and the distance
+    /// from one to the next.
     pub fn stretches(&self) -> (usize, usize, usize) {
         let HeadSpacing { head_dim, stride } = self.spacing;
         let (rows, columns) = (self.rows, self.columns);

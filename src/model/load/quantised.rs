@@ -150,9 +150,9 @@ impl Loader<'_> {
         }
     }
 
-    /// Calls `task` with all rows from `first_row` on of a part of `num_rows`, `rows_at_once` at a time, on all
-    /// threads, and with the position of the first of them in the part. Reports progress of `bytes_each` for
-    /// each row.
+    /// Calls `task` with all rows from `first_row` on of a part of `num_rows`, `rows_at_once` at a
+    /// time, on all threads, and with the position of the first of them in the part. Reports
+    /// progress of `bytes_each` for each row.
     pub(super) fn in_rows(
         &mut self,
         num_rows: usize,

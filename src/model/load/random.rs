@@ -1,6 +1,6 @@
-//! Weights that are random numbers, for a checkpoint without files: a model of any shape can be timed without its files,
-//! which for 32 billion numbers would take 60 GB. The numbers are the same on the CPU and on a device, but for the
-//! rounding to another element type.
+//! Weights that are random numbers, for a checkpoint without files: a model of any shape can be
+//! timed without its files, which for 32 billion numbers would take 60 GB. The numbers are the same
+//! on the CPU and on a device, but for the rounding to another element type.
 
 use super::loader::{piece_rows, Loader};
 use super::weights::{MatrixPlan, VectorPlan, WeightReader};
@@ -15,8 +15,9 @@ const SEED: u64 = 0x78_7365_7276;
 /// The standard deviation of embeddings of positions, as models are initialised.
 const TABLE_STD: f32 = 0.02;
 
-/// The random numbers of one weight after the other, in the order in which they are read. Those of a matrix `W` have the
-/// standard deviation that gives `W x` the magnitude of `x`, so that hidden states neither vanish nor overflow.
+/// The random numbers of one weight after the other, in the order in which they are read. Those of
+/// a matrix `W` have the standard deviation that gives `W x` the magnitude of `x`, so that hidden
+/// states neither vanish nor overflow.
 #[derive(Default)]
 pub(in crate::model) struct WeightNoise {
     num_weights: u64,

@@ -152,7 +152,8 @@ pub trait WeightReader {
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
     /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.
     fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
-    /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers tells them apart.
+    /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers
+    /// tells them apart.
     fn norm_weight(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
         self.vector(plan)
     }

@@ -60,8 +60,8 @@ enum Key {
 }
 
 impl Key {
-    /// Compiles an expression; a text whose only special characters are dots is taken literally, so that the hundreds
-    /// of names in a config are not compiled.
+    /// Compiles an expression; a text whose only special characters are dots is taken literally, so
+    /// that the hundreds of names in a config are not compiled.
     fn new(place: &str, text: &str, budget: &Budget) -> Result<Self> {
         if text.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c)) {
             return Ok(Key::Text(text.to_owned()));

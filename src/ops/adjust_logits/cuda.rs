@@ -48,8 +48,8 @@ pub fn adjust_logits(
     unsafe { cuda(context)?.launch(kernels::ADJUST_LOGITS, launch, arguments) }
 }
 
-/// Whether logits of a dtype can stay where they are when masks ban tokens. The lowest number of f16 is none that no
-/// temperature makes likely.
+/// Whether logits of a dtype can stay where they are when masks ban tokens. The lowest number of
+/// f16 is none that no temperature makes likely.
 pub fn masks_in_place(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
 }

@@ -183,10 +183,11 @@ impl Division {
         }
     }
 
-    /// Returns the blocks of a cluster for a few sequences of a narrow model, whose products leave room for
-    /// two blocks of heads of 64 elements on a multiprocessor, and for one of 128; `None` if they are not
-    /// narrow, not few, or a context is too long. Clusters that find no room begin when others end: two sequences of
-    /// Qwen3-0.6B then take 7.4 us a layer where one takes 4 (H200).
+    /// Returns the blocks of a cluster for a few sequences of a narrow model, whose products leave
+    /// room for two blocks of heads of 64 elements on a multiprocessor, and for one of 128; `None`
+    /// if they are not narrow, not few, or a context is too long. Clusters that find no room begin
+    /// when others end: two sequences of Qwen3-0.6B then take 7.4 us a layer where one takes 4
+    /// (H200).
     fn narrow(num_seqs: i64, heads: &Heads, max_kv_len: i64) -> Option<u32> {
         let is_narrow = heads.num_heads * heads.dim <= NARROW_WIDTH;
         if !is_narrow || num_seqs == 1 || max_kv_len > LONGEST_ALONE {
@@ -220,8 +221,8 @@ impl Division {
     }
 }
 
-/// The shared memory of a block on the chips that the kernels are for, which also have clusters of 16: Hopper and
-/// its successors in data centres have 227 KiB.
+/// The shared memory of a block on the chips that the kernels are for, which also have clusters of
+/// 16: Hopper and its successors in data centres have 227 KiB.
 const LEAST_SHARED_BYTES: u32 = 160 << 10;
 
 /// Whether the kernels are compiled for heads of `head_dim` elements.
@@ -323,8 +324,8 @@ pub(super) fn arguments(
 
 /// Computes the attention of one new token per sequence; see the head of the file. qkv [num_seqs,
 /// num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out [num_seqs, num_heads,
-/// head_dim]; of f16 or bf16, heads of 64, 80, 96, 128 or 256 elements without gaps, blocks of 32 tokens, in the cache
-/// also of 8-bit floats.
+/// head_dim]; of f16 or bf16, heads of 64, 80, 96, 128 or 256 elements without gaps, blocks of 32
+/// tokens, in the cache also of 8-bit floats.
 ///
 /// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be
 /// separated from this kernel by one that does not overlap with those before it.

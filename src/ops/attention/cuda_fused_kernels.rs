@@ -20,8 +20,8 @@ const MAX_CLUSTER: i64 = 16;
 /// The keys or values that a warp copies at once.
 const TILE_KEYS: i64 = 16;
 
-/// Returns the kernel for heads of `head_dim` elements, if it is compiled: that of clusters or that of chunks, for a
-/// cache that stores 8-bit floats or one of the heads' dtype.
+/// Returns the kernel for heads of `head_dim` elements, if it is compiled: that of clusters or that
+/// of chunks, for a cache that stores 8-bit floats or one of the heads' dtype.
 pub(super) fn fused_kernel(head_dim: i64, is_cluster: bool, is_fp8: bool) -> Option<FusedKernel> {
     macro_rules! of {
         ($cluster:ident $cluster_fp8:ident $chunked:ident $chunked_fp8:ident) => {
@@ -58,7 +58,8 @@ pub(super) fn fused_kernel(head_dim: i64, is_cluster: bool, is_fp8: bool) -> Opt
     let ring = warps * slots * TILE_KEYS * tile_stride(head_dim * element_bytes);
     let merged = warps * GROUP_HEADS * (head_dim + 4 + 2) * 4;
     let rows = (GROUP_HEADS + 2) * (2 * head_dim + 16);
-    // From the other blocks of a cluster come vectors of 4 elements and their maxima and sums; slices are rounded up.
+    // From the other blocks of a cluster come vectors of 4 elements and their maxima and sums;
+    // slices are rounded up.
     let vectors = head_dim / 4;
     let rounding = if vectors % MAX_CLUSTER == 0 { 0 } else { MAX_CLUSTER };
     let received = GROUP_HEADS * vectors + rounding + 2 * MAX_CLUSTER;

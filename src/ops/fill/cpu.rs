@@ -53,8 +53,8 @@ pub fn fill<T: Storage>(backend: &CpuBackend, noise: &Noise, out: &mut [T]) -> R
     })
 }
 
-/// Fills `out`, elements of type `dtype` as files have them (little-endian), with the numbers of `noise` from number
-/// `first` on. Bytes that are no whole element stay as they are.
+/// Fills `out`, elements of type `dtype` as files have them (little-endian), with the numbers of
+/// `noise` from number `first` on. Bytes that are no whole element stay as they are.
 pub fn fill_bytes(noise: &Noise, first: u64, dtype: DType, out: &mut [u8]) {
     let terms = Terms::of(noise);
     let numbers = (first..).map(|index| terms.number(index));

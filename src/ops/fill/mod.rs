@@ -1,8 +1,9 @@
 //! Tensors filled with reproducible numbers that look normally distributed, or with one number.
 //!
-//! A [`Noise`] is a sequence of numbers: number i depends on nothing but the noise and i, and has the same bits on the
-//! CPU and on CUDA. Its source is SplitMix64 (Steele, Lea and Flood, 2014): four numbers of 16 bits are added up
-//! (Irwin-Hall), so no number is further than 3.47 standard deviations from the mean.
+//! A [`Noise`] is a sequence of numbers: number i depends on nothing but the noise and i, and has
+//! the same bits on the CPU and on CUDA. Its source is SplitMix64 (Steele, Lea and Flood, 2014):
+//! four numbers of 16 bits are added up (Irwin-Hall), so no number is further than 3.47 standard
+//! deviations from the mean.
 
 pub mod cpu;
 mod cuda;
@@ -25,8 +26,8 @@ pub struct Noise {
     pub std: f32,
 }
 
-/// Fills `out`, of any shape and any strides: element i, counted in row-major order, becomes number i of `noise`,
-/// rounded once to nearest even.
+/// Fills `out`, of any shape and any strides: element i, counted in row-major order, becomes number
+/// i of `noise`, rounded once to nearest even.
 pub fn fill(context: &ComputeContext, noise: &Noise, out: &Tensor) -> Result<()> {
     let dtype = check::float(("out", out))?;
     check::reachable(context, &[("out", out)])?;

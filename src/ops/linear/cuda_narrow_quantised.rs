@@ -117,8 +117,9 @@ pub fn linear_narrow_quantised(
     };
     let launch = division.launch(cuda, n, k as i32, result, norm.is_some());
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; it reads the regions of the tiles, x and the weight of the norm, which
-    // were checked to have these shapes, and its stores are bounded by num_tokens and n.
+    // SAFETY: the argument of the kernel; it reads the regions of the tiles, x and the weight of
+    // the norm, which were checked to have these shapes, and its stores are bounded by num_tokens
+    // and n.
     unsafe { cuda.launch_overlapping(kernel, launch, arguments) }
 }
 

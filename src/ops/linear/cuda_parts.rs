@@ -1,5 +1,5 @@
-//! How products are divided among the multiprocessors of a chip: the clusters that it holds, and what becomes of
-//! the rows that whole waves of blocks leave over.
+//! How products are divided among the multiprocessors of a chip: the clusters that it holds, and
+//! what becomes of the rows that whole waves of blocks leave over.
 
 /// The multiprocessors of the chips for which products are divided (H100, H200).
 pub(super) const MULTIPROCESSORS: usize = 132;

@@ -49,8 +49,8 @@ pub(super) struct Chosen {
     pub group_factor: u32,
 }
 
-/// Returns the scales that `inputs` have in a row, a power of 2, and by what a unit of as many inputs as one of
-/// them has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
+/// Returns the scales that `inputs` have in a row, a power of 2, and by what a unit of as many
+/// inputs as one of them has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
 pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
     if layout.num_groups() == 1 {
         return (1, 0);

@@ -1,5 +1,5 @@
-//! The kernels of products with quantised weights, by what the weight is stored as. A new code has its lines here; the files
-//! that choose between kernels know codes by their properties alone.
+//! The kernels of products with quantised weights, by what the weight is stored as. A new code has
+//! its lines here; the files that choose between kernels know codes by their properties alone.
 
 use crate::backend::cuda::{kernels, KernelByHalf};
 use crate::ops::linear::Epilogue;
@@ -57,7 +57,8 @@ pub(super) fn few(code: Code, scales: usize, tokens: u64) -> Option<KernelByHalf
     })
 }
 
-/// Returns the kernel of `cuda_quantised_many` for inputs of a piece, tokens of a block, groups of four warps.
+/// Returns the kernel of `cuda_quantised_many` for inputs of a piece, tokens of a block, groups of
+/// four warps.
 pub(super) fn many(
     code: Code,
     piece_inputs: usize,

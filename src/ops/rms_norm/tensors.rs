@@ -2,8 +2,8 @@
 
 use crate::memory::Tensor;
 
-/// The tensors of [`add_rms_norm`](super::add_rms_norm). `residual_out` may be the same view as `residual` or `x`, and
-/// `out` as `x`.
+/// The tensors of [`add_rms_norm`](super::add_rms_norm). `residual_out` may be the same view as
+/// `residual` or `x`, and `out` as `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNorm<'a> {
     /// The output of the preceding layer.

@@ -1,5 +1,5 @@
-//! Finds out how a model writes the call of a tool, from a call that its chat template writes, and makes the grammar of
-//! answers that are such a call.
+//! Finds out how a model writes the call of a tool, from a call that its chat template writes, and
+//! makes the grammar of answers that are such a call.
 
 use std::fmt::Write as _;
 

@@ -7,9 +7,9 @@ const MAX_DEPTH: usize = 100;
 /// The largest integer that every reader of JSON holds exactly.
 const MAX_INTEGER: u64 = (1 << 53) - 1;
 
-/// Returns the calls of a list as `[{"name", "arguments"}]`, or `None` if the text is no such list. The grammar
-/// is that of Transformers' `python-call-list`: every argument has a name, names do not repeat, and values are
-/// strings, numbers, lists, dictionaries, `True`, `False` and `None`.
+/// Returns the calls of a list as `[{"name", "arguments"}]`, or `None` if the text is no such list.
+/// The grammar is that of Transformers' `python-call-list`: every argument has a name, names do not
+/// repeat, and values are strings, numbers, lists, dictionaries, `True`, `False` and `None`.
 pub(super) fn call_list(text: &str) -> Option<Value> {
     let mut reader = Reader { rest: text };
     reader.expect('[')?;

@@ -205,8 +205,8 @@ impl Values {
         Ok(())
     }
 
-    /// Returns the characters with which a string must not begin, because it would be read as a value that is not
-    /// allowed.
+    /// Returns the characters with which a string must not begin, because it would be read as a
+    /// value that is not allowed.
     fn barred(&self) -> String {
         let is_free = |name: &str| {
             self.json.iter().filter_map(Value::as_object).any(|schema| {
@@ -259,8 +259,8 @@ impl Values {
     }
 }
 
-/// Returns a regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
-/// there are such, with blanks, beside which they would be found.
+/// Returns a regular expression of texts of these lengths that begin with none of the characters
+/// `barred`, nor, if there are such, with blanks, beside which they would be found.
 fn any_text(least: u64, most: Option<u64>, barred: &str) -> String {
     let repeated = |least: u64, most: Option<u64>| match (least, most) {
         (0, None) => "(.|\\n)*".to_owned(),

@@ -302,8 +302,8 @@ impl Search {
         Some(())
     }
 
-    /// Goes on from a state to all that take a byte, in the order of preference. Returns whether there is a match,
-    /// to which everything after is the worse choice.
+    /// Goes on from a state to all that take a byte, in the order of preference. Returns whether
+    /// there is a match, to which everything after is the worse choice.
     fn close(
         &mut self,
         pattern: &Pattern,

@@ -1,10 +1,11 @@
-//! The rules by which a model's answers are read, as `tokenizer_config.json` has them: `response_template`, as
-//! Transformers defines it (docs/source/en/chat_response_parsing.md, version 1).
+//! The rules by which a model's answers are read, as `tokenizer_config.json` has them:
+//! `response_template`, as Transformers defines it (docs/source/en/chat_response_parsing.md,
+//! version 1).
 //!
-//! A template has fields, each with the marks between which its text stands. One field may have no opening mark:
-//! what is in no other is its own. The text of a field is read and given a shape (`region_value.rs`). The
-//! fields that mean something here are `content`, `reasoning_content` (`reasoning`, `thinking`) and
-//! `tool_calls`; what stands in others is left out.
+//! A template has fields, each with the marks between which its text stands. One field may have no
+//! opening mark: what is in no other is its own. The text of a field is read and given a shape
+//! (`region_value.rs`). The fields that mean something here are `content`, `reasoning_content`
+//! (`reasoning`, `thinking`) and `tool_calls`; what stands in others is left out.
 
 use serde_json::Value;
 
@@ -123,8 +124,8 @@ impl ResponseTemplate {
         found.and_then(|()| prompt.get(end..)).unwrap_or_default()
     }
 
-    /// Returns the assumed beginning of a text whose prompt is not known: the mark of a thought, if the text has the
-    /// end of one and not the beginning.
+    /// Returns the assumed beginning of a text whose prompt is not known: the mark of a thought, if
+    /// the text has the end of one and not the beginning.
     pub fn begun_before(&self, text: &str) -> String {
         let first = |pattern: &Pattern| {
             let (mut at, mut steps) = (None, ANCHOR_STEPS);

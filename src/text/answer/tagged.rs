@@ -1,5 +1,5 @@
-//! Takes answers apart in which tags that are known say what is what: thoughts and content in `tagged_prose.rs`, calls
-//! in `tagged_calls.rs` and `tagged_marked.rs`.
+//! Takes answers apart in which tags that are known say what is what: thoughts and content in
+//! `tagged_prose.rs`, calls in `tagged_calls.rs` and `tagged_marked.rs`.
 
 use super::event::{append, AnswerPart};
 use super::tagged_state::State;

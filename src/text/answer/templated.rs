@@ -1,9 +1,9 @@
 //! Takes answers apart by the rules of a response template.
 //!
-//! The text is looked at character by character: within a field for its closing mark, elsewhere for all opening
-//! ones, and the first that is certain ends what was there before. What may become a mark is held back. Text of
-//! thoughts and content is told as it comes; calls, and fields with another kind of content, are told when they
-//! have ended.
+//! The text is looked at character by character: within a field for its closing mark, elsewhere for
+//! all opening ones, and the first that is certain ends what was there before. What may become a
+//! mark is held back. Text of thoughts and content is told as it comes; calls, and fields with
+//! another kind of content, are told when they have ended.
 
 use serde_json::Value;
 
@@ -51,7 +51,8 @@ pub(super) struct TemplatedParser {
     /// The text that is not told yet, of which the first `at` bytes have been looked at.
     text: String,
     at: usize,
-    /// The bytes before `text`, and those that have been looked at once: marks are looked for again after each.
+    /// The bytes before `text`, and those that have been looked at once: marks are looked for again
+    /// after each.
     told: usize,
     seen: usize,
     /// The first bytes of `text` that are the prompt's.

@@ -192,8 +192,8 @@ impl XmlCall {
         }
     }
 
-    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from where on it may
-    /// end. The line break before the tag is no part of the value.
+    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from
+    /// where on it may end. The line break before the tag is no part of the value.
     fn end_of_value(&self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
         let unsearched = text.get(self.searched..).unwrap_or_default();
         for (offset, _) in unsearched.match_indices('<') {

@@ -41,10 +41,11 @@ const ROOM_PER_BYTE: usize = 64;
 /// The stack on which constraints are compiled: the crate calls itself for everything that is nested.
 const STACK_BYTES: usize = 16 << 20;
 
-/// Lengths in characters of tokens that stand in JSON strings as they are: those up to each length are a set that is allowed
-/// as one where a string has room for them, beside the crate's own sets of up to ten and thirty. The masks of strings with
-/// maxLength take a quarter less for 15 and 20 on average, as they did for 5. More sets would gain little: each takes 8 MB
-/// with the tokens of Qwen3.
+/// Lengths in characters of tokens that stand in JSON strings as they are: those up to each length
+/// are a set that is allowed as one where a string has room for them, beside the crate's own sets
+/// of up to ten and thirty. The masks of strings with maxLength take a quarter less for 15 and 20
+/// on average, as they did for 5. More sets would gain little: each takes 8 MB with the tokens of
+/// Qwen3.
 const TEXT_LENGTHS: [usize; 3] = [5, 15, 20];
 
 /// The name of a constraint in a grammar of what comes before it ([`GrammarCompiler::compile_within`]).
@@ -88,8 +89,8 @@ impl GrammarCompiler {
         self.compile_within(constraint, None)
     }
 
-    /// Compiles a constraint of a part of a text. `around`: the grammar of the whole, in Lark's EBNF, in which
-    /// [`ANSWER`] stands for the part. It is the library's own and not checked.
+    /// Compiles a constraint of a part of a text. `around`: the grammar of the whole, in Lark's
+    /// EBNF, in which [`ANSWER`] stands for the part. It is the library's own and not checked.
     pub fn compile_within(
         &self,
         constraint: &Constraint<'_>,

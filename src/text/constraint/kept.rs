@@ -1,8 +1,8 @@
 //! Compiled constraints that are kept, since many requests come with the same one.
 //!
-//! The parser that is kept stands before the first token. Its automaton is made as texts need it, and a matcher that
-//! ends leaves its own in the place of the one it began with: the next request with the constraint finds the states
-//! that texts of its kind pass through.
+//! The parser that is kept stands before the first token. Its automaton is made as texts need it,
+//! and a matcher that ends leaves its own in the place of the one it began with: the next request
+//! with the constraint finds the states that texts of its kind pass through.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

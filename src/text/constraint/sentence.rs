@@ -2,8 +2,8 @@
 
 use crate::text::shortened;
 
-/// Returns the part of a message of the crate that is a sentence: it may be followed by a backtrace, or by the
-/// state of the parser.
+/// Returns the part of a message of the crate that is a sentence: it may be followed by a
+/// backtrace, or by the state of the parser.
 pub(super) fn sentence(message: &str) -> String {
     let end =
         ["\n<", "<state>", "<non-verbose/>"].iter().filter_map(|mark| message.find(mark)).min();

@@ -102,8 +102,8 @@ impl Budget {
         }
     }
 
-    /// Begins a rendering of at most `max_work` units, up to [`MAX_WORK`]. `now`: the time that `strftime_now`
-    /// gives.
+    /// Begins a rendering of at most `max_work` units, up to [`MAX_WORK`]. `now`: the time that
+    /// `strftime_now` gives.
     pub fn begin(&self, max_work: u64, now: SystemTime) {
         *self.clock.lock().unwrap_or_else(PoisonError::into_inner) =
             Clock { started: Instant::now(), now };

@@ -8,8 +8,8 @@ use xserv::ops::linear::cuda_narrow::{
 };
 use xserv::ops::linear::Epilogue;
 
-/// A product p is rounded to the other side now and then, which is up to 2 |p| units, and the result by one of its own;
-/// here p is often larger than the result.
+/// A product p is rounded to the other side now and then, which is up to 2 |p| units, and the
+/// result by one of its own; here p is often larger than the result.
 const FUSED: Fused =
     Fused { linear: linear_narrow, max_tokens: max_narrow_tokens, added_units: 4.0 };
 

@@ -272,8 +272,8 @@ fn quantised_products_of_any_size_on_cuda_are_rounded_as_in_transformers() {
     }
 }
 
-/// Rows that whole waves of blocks leave over are computed by a second launch: for these sizes, says a test of the
-/// division.
+/// Rows that whole waves of blocks leave over are computed by a second launch: for these sizes,
+/// says a test of the division.
 #[test]
 fn quantised_products_in_two_launches_on_cuda() {
     let Some(context) = context() else { return };
