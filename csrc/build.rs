@@ -242,9 +242,10 @@ fn arguments(files: &[Vec<u8>]) -> Vec<String> {
     arguments
 }
 
-/// Returns for what a source whose text and headers are `files` is compiled: versions of PTX, and the code that is
-/// made of each. Nothing is made twice: of one PTX, machine code for a chip runs on later ones of its generation
-/// too, and what uses no instructions of Hopper alone shares its PTX with later generations.
+/// Returns for what a source whose text and headers are `files` is compiled: versions of PTX, and
+/// the code that is made of each. Nothing is made twice: of one PTX, machine code for a chip runs
+/// on later ones of its generation too, and what uses no instructions of Hopper alone shares its
+/// PTX with later generations.
 fn targets(archs: &[String], files: &[Vec<u8>]) -> Vec<(String, String)> {
     let texts: Vec<_> = files.iter().map(|file| String::from_utf8_lossy(file)).collect();
     let has_features = texts.iter().any(|text| text.contains(FEATURE_CHECK));

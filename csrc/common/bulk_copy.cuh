@@ -5,7 +5,8 @@
 
 namespace xserv {
 
-// Copies `bytes`, a multiple of 16, from global to shared memory, both aligned to 16 bytes; `barrier` counts them.
+// Copies `bytes`, a multiple of 16, from global to shared memory, both aligned to 16 bytes;
+// `barrier` counts them.
 __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
   asm volatile(

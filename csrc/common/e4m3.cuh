@@ -1,5 +1,6 @@
-// Numbers of eight bits with a sign, four bits of exponent and three of fraction (e4m3fn of the OCP's 8-bit floating
-// point specification): up to 448, without infinities; 0x7f and 0xff are no numbers.
+// Numbers of eight bits with a sign, four bits of exponent and three of fraction (e4m3fn of the
+// OCP's 8-bit floating point specification): up to 448, without infinities; 0x7f and 0xff are no
+// numbers.
 #pragma once
 
 #include <stdint.h>

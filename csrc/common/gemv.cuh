@@ -15,8 +15,9 @@ __device__ __forceinline__ uint4 load_weight(const char* source, uint64_t policy
                : "l"(source), "l"(policy));
   return v;
 }
-// The same in the order of the program: ptxas (13.0) moves reads of the read-only path past a wait, to their first
-// use, as it cannot know that they belong before it for speed; a step of a small model took a third longer that way.
+// The same in the order of the program: ptxas (13.0) moves reads of the read-only path past a wait,
+// to their first use, as it cannot know that they belong before it for speed; a step of a small
+// model took a third longer that way.
 __device__ __forceinline__ uint4 load_weight_in_order(const char* source, uint64_t policy) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"

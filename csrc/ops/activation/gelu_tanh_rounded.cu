@@ -1,5 +1,5 @@
-// GELU in the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) with the roundings of Transformers' gelu_new,
-// which PyTorch computes step by step:
+// GELU in the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) with the roundings of
+// Transformers' gelu_new, which PyTorch computes step by step:
 //   y = round(round(x / 2) * round(1 + t)),  t = round(tanh(round(sqrt(2 / pi) * round(x + round(0.044715 * c))))),
 //   c = round(round(x * x) * x)
 // where round() is to T. In f32 the roundings do nothing. activation.cu rounds once.

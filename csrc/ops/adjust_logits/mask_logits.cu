@@ -2,11 +2,11 @@
 // (src/ops/adjust_logits/mod.rs).
 //
 //   source: [num_rows, vocab_size]; target: the same as f32, or the source itself;
-//   indices: [num_rows] the mask of each row, negative if it has none; masks: [_, words] whose bit id % 32 of the word
-//   id / 32 is set for a token that may come
+//   indices: [num_rows] the mask of each row, negative if it has none;
+//   masks: [_, words] whose bit id % 32 of the word id / 32 is set for a token that may come
 //
-// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number, so that
-// damage is still detected.
+// A token that is banned gets the lowest finite number of the target, unless its logit is no finite
+// number, so that damage is still detected.
 #include <stdint.h>
 
 #include "common/dtype.cuh"

@@ -1,15 +1,17 @@
-// Tiles of 16 keys or 16 values in shared memory as the cache stores them, and their products with query heads by
-// mma.m16n8k16: scores S^T = K Q^T with the keys as A, and sums O^T += V^T P^T. The kernels for one query per sequence
-// share them.
+// Tiles of 16 keys or 16 values in shared memory as the cache stores them, and their products with
+// query heads by mma.m16n8k16: scores S^T = K Q^T with the keys as A, and sums O^T += V^T P^T. The
+// kernels for one query per sequence share them.
 //
-// Numbers of 8 bits are read in pairs as if they were of 16, which only changes the order of the dims within every 16;
-// queries are brought into the same order, and sums come out in it. In the registers of a tile, a lane finds four dims
-// of a key, 4 t .. 4 t + 3, of which two become each half of an operand of the product; and two neighbouring dims of two
-// values, of which the first is in the upper half of a product's rows and the second in the lower.
+// Numbers of 8 bits are read in pairs as if they were of 16, which only changes the order of the
+// dims within every 16; queries are brought into the same order, and sums come out in it. In the
+// registers of a tile, a lane finds four dims of a key, 4 t .. 4 t + 3, of which two become each
+// half of an operand of the product; and two neighbouring dims of two values, of which the first is
+// in the upper half of a product's rows and the second in the lower.
 //
-// The conversion to f16 is an instruction (of sm_89), that to bf16 takes four on integers for two numbers, which is more
-// than there is time for: so f16 is multiplied, whatever T is. It holds the numbers of 8 bits exactly and weights more
-// finely than bf16; queries beyond 65504 become that. Older GPUs multiply T.
+// The conversion to f16 is an instruction (of sm_89), that to bf16 takes four on integers for two
+// numbers, which is more than there is time for: so f16 is multiplied, whatever T is. It holds the
+// numbers of 8 bits exactly and weights more finely than bf16; queries beyond 65504 become that.
+// Older GPUs multiply T.
 #pragma once
 
 #include <type_traits>
@@ -80,8 +82,8 @@ struct CacheTile {
 #endif
   }
 
-  // Reads the 32 bytes of each row that belong to two steps of 16 numbers of 8 bits; of the last step alone where their
-  // number is odd.
+  // Reads the 32 bytes of each row that belong to two steps of 16 numbers of 8 bits; of the last
+  // step alone where their number is odd.
   template <bool kIsTransposed>
   __device__ __forceinline__ static void load_two(uint32_t tile, uint32_t offset, int pair, uint32_t (&r)[4]) {
     uint32_t address = Rows::advance(tile + offset, pair);

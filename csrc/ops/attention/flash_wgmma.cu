@@ -252,8 +252,9 @@ struct FlashWgmma {
            static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
   }
 
-  // Returns where 32 times 32 keys begin, one to a lane: the id of a cache block, or the token. Past the sequence, and
-  // for an id that must not be followed, a place outside the tensor, which reads as zeros.
+  // Returns where 32 times 32 keys begin, one to a lane: the id of a cache block, or the token.
+  // Past the sequence, and for an id that must not be followed, a place outside the tensor, which
+  // reads as zeros.
   __device__ __forceinline__ static int load_ids(const AttentionFlashWgmmaParams& p, const FlashItem& item,
                                                  int chunk) {
     const int block = chunk * 32 + (threadIdx.x & 31);

@@ -1,5 +1,6 @@
-// Building blocks of the variants of decode attention (ops/attention/fused.cu, ops/attention/fused_project.cu): their
-// parameters, pairs of elements, reads that stay in order, and exchange inside a cluster.
+// Building blocks of the variants of decode attention (ops/attention/fused.cu,
+// ops/attention/fused_project.cu): their parameters, pairs of elements, reads that stay in order,
+// and exchange inside a cluster.
 #pragma once
 
 #include "ops/attention/attention.cuh"

@@ -1,5 +1,5 @@
-// Combination of partial results of decode attention (ops/attention/fused_unit.cuh): among the blocks of a cluster, and
-// among the chunks of a unit in the workspace.
+// Combination of partial results of decode attention (ops/attention/fused_unit.cuh): among the
+// blocks of a cluster, and among the chunks of a unit in the workspace.
 #pragma once
 
 #include "ops/attention/fused.cuh"
@@ -11,8 +11,8 @@ namespace xserv {
 constexpr int kReceivePad = 2;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// For the cluster form: combines this block's slice of the output (`own_slice` float4, of `slice` from block to block)
-// from what the others sent.
+// For the cluster form: combines this block's slice of the output (`own_slice` float4, of `slice`
+// from block to block) from what the others sent.
 template <typename T, int kThreads>
 __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receive_stats_at, uint32_t barrier,
                                               int slice, int own_slice, int num_partials, int rank) {

@@ -39,7 +39,8 @@ XSERV_LAYOUT_FusedProjectArgs;
 
 }  // namespace xserv
 
-// STORED is the type T itself or Fp8, whose kernels are called ..._fp8_... and have twice as many slots of half the size.
+// STORED is the type T itself or Fp8, whose kernels are called ..._fp8_... and have twice as many
+// slots of half the size.
 #define XSERV_DECODE_ATTENTION_O(name, slots, suffix, T, STORED, held)                                          \
   extern "C" __global__ void __launch_bounds__(256, 2) xserv_attention_fused_project_##name##slots##_##suffix(    \
       const __grid_constant__ xserv::FusedProjectArgs args) {                                                  \

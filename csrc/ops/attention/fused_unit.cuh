@@ -28,7 +28,8 @@ struct DecodeAttention {
   static constexpr int kRingBytes = kSlots * kTileBytes;  // for each warp
   static constexpr int kDimSteps = kHeadDim / 16;
   static constexpr int kVectors = kHeadDim / 4;  // float4 in a row of o
-  // An index of a float4 is divided by the length of a slice by multiplication: exact, as their product is less.
+  // An index of a float4 is divided by the length of a slice by multiplication: exact, as their
+  // product is less.
   static constexpr int kReciprocalBits = 20;
   static_assert(kGroupHeads * kVectors * kGroupHeads * kVectors < 1 << kReciprocalBits);
   // The number of floats from head to head where the warps' results are combined; the 4 keep the stores

@@ -285,7 +285,8 @@ struct Decode {
       cp_async_commit();
     }
 
-    // Q^T as B: lane holds head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16, or those that the tile wants.
+    // Q^T as B: lane holds head lane / 4, dims 2 (lane % 4) + {0, 1, 8, 9} of every 16, or those
+    // that the tile wants.
     uint32_t q[kDimSteps][2];
     {
       const int head = lane >> 2;

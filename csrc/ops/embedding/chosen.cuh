@@ -7,8 +7,8 @@ namespace xserv {
 
 constexpr unsigned kFromBatch = 0xffffffffu, kNoToken = 0xffffffffu;
 
-// ids, sources: [num_tokens]; sources[t] is kFromBatch, or a row of `chosen`. A row without a token (its logits were
-// not finite; the host ends that sequence) takes token 0.
+// ids, sources: [num_tokens]; sources[t] is kFromBatch, or a row of `chosen`. A row without a token
+// (its logits were not finite; the host ends that sequence) takes token 0.
 __device__ __forceinline__ unsigned chosen_id(const unsigned* ids, const unsigned* sources, const unsigned* chosen,
                                               int64_t token) {
   const unsigned source = sources[token];

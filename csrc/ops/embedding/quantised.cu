@@ -1,7 +1,8 @@
-// The embedding lookup of a step (chosen.cu) in a quantised table, in the tiles of src/ops/quantised/tiles.rs:
+// The embedding lookup of a step (chosen.cu) in a quantised table, in the tiles of
+// src/ops/quantised/tiles.rs:
 //   hidden[t] = round(table[id(t)])
-// where a number of the table is (code - zero) * scale in f32, and round() is to T. One block per token; a thread has
-// eight inputs at a time.
+// where a number of the table is (code - zero) * scale in f32, and round() is to T. One block per
+// token; a thread has eight inputs at a time.
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
 #include "common/layouts.cuh"

@@ -1,14 +1,14 @@
-// y[i] = mean + factor * noise(seed, i), rounded once: reproducible numbers that look normally distributed. The noise is
-// a sum of integers, so src/ops/fill/cpu.rs computes the same bits.
+// y[i] = mean + factor * noise(seed, i), rounded once: reproducible numbers that look normally
+// distributed. The noise is a sum of integers, so src/ops/fill/cpu.rs computes the same bits.
 #include <stdint.h>
 
 #include "common/dtype.cuh"
 
 namespace xserv {
 
-// The sum of four numbers of 16 random bits less its mean: a whole number from -131070 to 131070, which f32 holds
-// exactly. The bits are those of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-// generators") at step `index`.
+// The sum of four numbers of 16 random bits less its mean: a whole number from -131070 to 131070,
+// which f32 holds exactly. The bits are those of SplitMix64 (Steele, Lea and Flood 2014, "Fast
+// splittable pseudorandom number generators") at step `index`.
 __device__ __forceinline__ float noise(uint64_t seed, uint64_t index) {
   uint64_t bits = seed + (index + 1) * 0x9e3779b97f4a7c15u;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -19,8 +19,9 @@ __device__ __forceinline__ float noise(uint64_t seed, uint64_t index) {
   return static_cast<float>(static_cast<int>(sum) - 131070);
 }
 
-// y: `count` elements in rows of `width`, each contiguous, `stride` elements apart; i counts them row by row. Grid:
-// ceil(count / blockDim.x) blocks. The product and the sum are rounded one after the other, as on the host.
+// y: `count` elements in rows of `width`, each contiguous, `stride` elements apart; i counts them
+// row by row. Grid: ceil(count / blockDim.x) blocks. The product and the sum are rounded one after
+// the other, as on the host.
 template <typename T>
 __device__ __forceinline__ void fill(T* __restrict__ y, long long count, long long width,
                                      long long stride, uint64_t seed, float mean, float factor) {

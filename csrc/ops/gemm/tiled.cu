@@ -8,8 +8,8 @@
 //   gemm_naive   one thread per element: the reference for the others
 //   gemm_tiled   32x32 of C per block: any size, stride and alignment, so it is the fallback of all others
 //   gemm_simt    f32, 128x128 of C per block, 8x8 per thread: full f32 precision where cuBLAS is absent
-//                (H200, 2048x4096x4096: 36.6 TFLOP/s, cuBLAS 49.7). Needs A and B 16-byte aligned and lda, ldb,
-//                stride_a, stride_b multiples of 4
+//                (H200, 2048x4096x4096: 36.6 TFLOP/s, cuBLAS 49.7). Needs A and B 16-byte aligned
+//                and lda, ldb, stride_a, stride_b multiples of 4
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
 #include "common/mma.cuh"

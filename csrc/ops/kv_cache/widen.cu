@@ -1,14 +1,15 @@
-// Copies the keys and values of some sequences from a paged cache of 8-bit floats to one of T, in which the blocks of
-// each sequence follow each other, and makes the block table of that:
+// Copies the keys and values of some sequences from a paged cache of 8-bit floats to one of T, in
+// which the blocks of each sequence follow each other, and makes the block table of that:
 //   k_out[s * out_blocks + b] = k_cache[block_tables[s][b]],  likewise v,  table_out[s][b] = s * out_blocks + b
 //
-// k_cache, v_cache: [num_blocks, block_len], with block_len numbers of all heads and tokens, a multiple of 16;
-// block_tables: [num_seqs, max_blocks_per_seq]; context_lens: [num_seqs]; k_out, v_out: [num_seqs * out_blocks,
-// block_len]; table_out: [num_seqs, out_blocks], where out_blocks <= max_blocks_per_seq.
+// k_cache, v_cache: [num_blocks, block_len], with block_len numbers of all heads and tokens, a
+// multiple of 16; block_tables: [num_seqs, max_blocks_per_seq]; context_lens: [num_seqs]; k_out,
+// v_out: [num_seqs * out_blocks, block_len]; table_out: [num_seqs, out_blocks], where out_blocks <=
+// max_blocks_per_seq.
 //
-// Blocks without keys of the sequence are left as they are. Where a table names no block of the cache zeros are
-// written, and the fault is reported. grid (out_blocks, num_seqs, 2 n), where n blocks share the keys of a block of the
-// cache, and n its values.
+// Blocks without keys of the sequence are left as they are. Where a table names no block of the
+// cache zeros are written, and the fault is reported. grid (out_blocks, num_seqs, 2 n), where n
+// blocks share the keys of a block of the cache, and n its values.
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
 #include "common/pdl.cuh"

@@ -1,14 +1,15 @@
-// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh), for any
-// number of tokens; fp8_many.cu is faster for more than 16 on Hopper.
+// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8
+// (quantised.cuh), for any number of tokens; fp8_many.cu is faster for more than 16 on Hopper.
 //
-// The codes of a weight are the operand A of mma.m16n8k32, of which a lane has 16 neighbouring inputs for two products;
-// chips before sm_89, which do not have it, make numbers of f16 of both operands, exactly, for mma.m16n8k16. The
-// products of 128 inputs are summed by the tensor cores, multiplied by the scales of their row and of their token, and
-// added up in f32.
+// The codes of a weight are the operand A of mma.m16n8k32, of which a lane has 16 neighbouring
+// inputs for two products; chips before sm_89, which do not have it, make numbers of f16 of both
+// operands, exactly, for mma.m16n8k16. The products of 128 inputs are summed by the tensor cores,
+// multiplied by the scales of their row and of their token, and added up in f32.
 //
-// A warp has a ring in shared memory of stages of 128 inputs: the codes of its tiles, their scales, the codes of x and
-// their scales. The stages are divided among p.row_shift's warps and the blocks of a cluster as in quantised.cu; which
-// inputs are added up by whom depends on k and on those numbers alone.
+// A warp has a ring in shared memory of stages of 128 inputs: the codes of its tiles, their scales,
+// the codes of x and their scales. The stages are divided among p.row_shift's warps and the blocks
+// of a cluster as in quantised.cu; which inputs are added up by whom depends on k and on those
+// numbers alone.
 #include "common/gemv.cuh"
 #include "common/pdl.cuh"
 #include "ops/linear/own_inputs.cuh"
@@ -74,8 +75,8 @@ __device__ __forceinline__ void copy_16(uint32_t target, const void* source, boo
 // Where the two halves of a token's codes change places, so that lanes read different banks.
 __device__ __forceinline__ int half_of(int token) { return token & 1; }
 
-// kFragments: of 8 tokens; kStages: of the ring of a warp; kIsOwn: whether x is of T, so that each block quantises, and
-// normalises, what it multiplies (own_inputs.cuh).
+// kFragments: of 8 tokens; kStages: of the ring of a warp; kIsOwn: whether x is of T, so that each
+// block quantises, and normalises, what it multiplies (own_inputs.cuh).
 template <typename T, int kFragments, int kStages, bool kIsOwn>
 __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   static_assert(!kIsOwn || kFragments == 1, "a block makes no more rows");
@@ -95,9 +96,9 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const auto scale_type = static_cast<ScaleType>(p.scale_type);
   const bool is_f32 = scale_type == ScaleType::kF32;
   const uint64_t policy = weight_policy();
-  // A slot of the ring has of each tile the codes and 64 bytes of scales, then of each token 128 bytes of codes, then
-  // the scales of the tokens. What a block makes of the tokens lies after the rings of all warps, in the same order for
-  // each stage.
+  // A slot of the ring has of each tile the codes and 64 bytes of scales, then of each token 128
+  // bytes of codes, then the scales of the tokens. What a block makes of the tokens lies after the
+  // rings of all warps, in the same order for each stage.
   const int padded_rows = (num_rows + 3) & ~3;
   const uint32_t token_codes = kIsOwn ? 0 : kFp8Tiles * kTileBytes;
   const uint32_t token_scales = token_codes + num_rows * 128, inputs_bytes = num_rows * 128 + padded_rows * 4;
@@ -185,7 +186,8 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   }
 
   // Tokens past the last one are read as the last one, and not stored.
-  uint32_t x_places[kFragments];  // of 16 inputs of the first half of a stage, and with bit 6 the other way of the second
+  // Of 16 inputs of the first half of a stage, and with bit 6 the other way of the second.
+  uint32_t x_places[kFragments];
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
     const int token = min(j * 8 + row, num_rows - 1);
@@ -287,7 +289,8 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
       xserv_linear_fp8_##NAME##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {      \
     xserv::fp8_product<T, (TOKENS + 7) / 8, STAGES, IS_OWN>(params);                             \
   }
-// Tokens, stages of a ring, blocks of a multiprocessor, which has shared memory for so many. Fragments have 8 tokens.
+// Tokens, stages of a ring, blocks of a multiprocessor, which has shared memory for so many.
+// Fragments have 8 tokens.
 #define XSERV_FP8_ALL(SUFFIX, T)               \
   XSERV_FP8(4, 4, 3, false, 2, SUFFIX, T)      \
   XSERV_FP8(8, 8, 2, false, 2, SUFFIX, T)      \

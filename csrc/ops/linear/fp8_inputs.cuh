@@ -1,6 +1,6 @@
-// One row of x as numbers of f16 for products with weights of FP8, made by the warps of a product for themselves: x times
-// a power of two for 128 inputs. Numbers of bf16 that are at least 2^-30 of the largest lose nothing, nor do those of
-// f16 that are at least 2^-27 of it.
+// One row of x as numbers of f16 for products with weights of FP8, made by the warps of a product
+// for themselves: x times a power of two for 128 inputs. Numbers of bf16 that are at least 2^-30 of
+// the largest lose nothing, nor do those of f16 that are at least 2^-27 of it.
 #pragma once
 
 #include "ops/linear/warp_inputs.cuh"

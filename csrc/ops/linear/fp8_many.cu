@@ -1,15 +1,17 @@
-// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh) by the
-// FP8 tensor cores of Hopper, for more than 16 tokens; fp8_prefill.cu is faster for prompts.
+// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8
+// (quantised.cuh) by the FP8 tensor cores of Hopper, for more than 16 tokens; fp8_prefill.cu is
+// faster for prompts.
 //
-// A block has 64 rows of W for each of its groups of four warps, all with the same tokens, whose x lies in shared
-// memory once for all of them. Two threads copy stages of 128 inputs into a ring: the codes of all tiles as they are,
-// x, and the scales of both. wgmma reads both there. The tensor cores sum the 128 products of a stage, which are
-// multiplied by the scales of their row and of their token and added up in f32: the sums of the tensor cores keep about
-// 14 bits. While warps do that, the tensor cores work at the next stage.
+// A block has 64 rows of W for each of its groups of four warps, all with the same tokens, whose x
+// lies in shared memory once for all of them. Two threads copy stages of 128 inputs into a ring:
+// the codes of all tiles as they are, x, and the scales of both. wgmma reads both there. The tensor
+// cores sum the 128 products of a stage, which are multiplied by the scales of their row and of
+// their token and added up in f32: the sums of the tensor cores keep about 14 bits. While warps do
+// that, the tensor cores work at the next stage.
 //
-// There are two ways to divide a product. The blocks of a cluster share a tile and divide its inputs; their sums are
-// added in the order of the inputs, through shared memory. Or a block by itself computes one tile after the other, and
-// copies those ahead while it stores.
+// There are two ways to divide a product. The blocks of a cluster share a tile and divide its
+// inputs; their sums are added in the order of the inputs, through shared memory. Or a block by
+// itself computes one tile after the other, and copies those ahead while it stores.
 //
 // Tokens past the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/cluster.cuh"
@@ -25,7 +27,8 @@
 namespace xserv {
 
 struct Fp8ManyParams {
-  TensorMap x;         // e4m3 [num_tokens, 128 * num_stages]; boxes of token_box tokens and 128 inputs, swizzled
+  // e4m3 [num_tokens, 128 * num_stages]; boxes of token_box tokens and 128 inputs, swizzled.
+  TensorMap x;
   TensorMap x_scales;  // f32 [num_stages, tokens]; boxes of token_box
   TensorMap codes;     // [num_tiles, bytes of a tile]; boxes of the tiles of a block and a stage
   TensorMap scales;    // [num_tiles, num_groups, 16]; boxes of the tiles of a block and a group
@@ -55,8 +58,8 @@ struct Fp8Many {
   static constexpr int kOtherRegisters = 32;
   static constexpr int kRegisters =
       (65536 / kThreads / 8 * 8 * (kGroups + 1) - kOtherRegisters) / kGroups / 8 * 8;
-  // Where the registers have room for the products of two stages, one is multiplied while the other is added up;
-  // otherwise the groups take turns.
+  // Where the registers have room for the products of two stages, one is multiplied while the other
+  // is added up; otherwise the groups take turns.
   static constexpr int kBuffers = 3 * kSums + 24 <= kRegisters ? 2 : 1;
   static constexpr uint32_t kTokenBytes = kTokens * 128, kTileBytes = 2048;
   static constexpr uint32_t kCodes = kTokenBytes, kScales = kCodes + kTiles * kTileBytes;
@@ -143,7 +146,8 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     meet(num_splits);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-    // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each 16 inputs.
+    // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each
+    // 16 inputs.
     constexpr uint64_t kTokenLayout = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     constexpr uint64_t kCodeLayout = static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32;
     const int row = lane >> 2;

@@ -1,19 +1,21 @@
-// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh) by the
-// FP8 tensor cores of Hopper, for prompts.
+// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8
+// (quantised.cuh) by the FP8 tensor cores of Hopper, for prompts.
 //
-// A block has 64 tokens for each of its groups of four warps, and some tiles of W. Threads beside them copy stages of 128
-// inputs of both into a ring, where wgmma reads them. The tensor cores sum the 128 products of a stage, which are
-// multiplied by the scales of their token and of their row and added up in f32: the sums of the tensor cores keep about
-// 14 bits. While one group of warps does that, the tensor cores work for the others.
+// A block has 64 tokens for each of its groups of four warps, and some tiles of W. Threads beside
+// them copy stages of 128 inputs of both into a ring, where wgmma reads them. The tensor cores sum
+// the 128 products of a stage, which are multiplied by the scales of their token and of their row
+// and added up in f32: the sums of the tensor cores keep about 14 bits. While one group of warps
+// does that, the tensor cores work for the others.
 //
-// What costs is shared memory, which the copies, the tensor cores and these sums share. Tokens are the rows of the
-// products so that a thread has two of them, whose scales stay in registers for a stage. Rows of W are the columns, of
-// which a thread has a quarter; a warp beside looks ahead whether every 64 rows (32 of the gate and 32 of up) share a
-// scale, as they do with scales for blocks of 128 x 128. Where they do not, the scales of all columns are read from
-// shared memory. The scale of a row as a whole is multiplied in at the end instead.
+// What costs is shared memory, which the copies, the tensor cores and these sums share. Tokens are
+// the rows of the products so that a thread has two of them, whose scales stay in registers for a
+// stage. Rows of W are the columns, of which a thread has a quarter; a warp beside looks ahead
+// whether every 64 rows (32 of the gate and 32 of up) share a scale, as they do with scales for
+// blocks of 128 x 128. Where they do not, the scales of all columns are read from shared memory.
+// The scale of a row as a whole is multiplied in at the end instead.
 //
-// A block computes one tile after the other and copies those ahead while it stores. (On an H200 it does not help that two
-// blocks with the same rows each copy one half of W to both.)
+// A block computes one tile after the other and copies those ahead while it stores. (On an H200 it
+// does not help that two blocks with the same rows each copy one half of W to both.)
 //
 // Tokens past the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/mbarrier.cuh"
@@ -180,7 +182,8 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-    // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each 16 inputs.
+    // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each
+    // 16 inputs.
     constexpr uint64_t kTokenLayout = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     constexpr uint64_t kCodeLayout = static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32;
     const int row = (warp & 3) * 16 + (lane >> 2), quarter = lane & 3;

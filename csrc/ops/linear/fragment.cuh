@@ -3,9 +3,10 @@
 //   out[t, i] = round(sum + bias[i])                                         plain
 //   out[t, i] = round(out[t, i] + round(sum))                                residual
 //   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))      swiglu
-// where round() is to T and silu(g) = g / (1 + e^-g). The quotient and the exponential are exact, as in the kernel that
-// computes the activation by itself, or approximate where a kernel says so: a prompt's product takes a fifth less time
-// then. With swiglu the rows lane / 4 of a fragment are those of the gate, and the rows 8 further those of up.
+// where round() is to T and silu(g) = g / (1 + e^-g). The quotient and the exponential are exact,
+// as in the kernel that computes the activation by itself, or approximate where a kernel says so: a
+// prompt's product takes a fifth less time then. With swiglu the rows lane / 4 of a fragment are
+// those of the gate, and the rows 8 further those of up.
 #pragma once
 
 #include "common/dtype.cuh"
@@ -28,8 +29,8 @@ __device__ __forceinline__ float rounded(float value) {
   return to_float(from_float<T>(value));
 }
 
-// Columns of a token's results, two at a time. Where rows of out have an odd number of columns, they are stored one by
-// one.
+// Columns of a token's results, two at a time. Where rows of out have an odd number of columns,
+// they are stored one by one.
 template <typename T>
 struct ColumnPairs {
   T* out;
@@ -131,8 +132,8 @@ struct Fragment : ColumnPairs<T> {
   }
 };
 
-// A token's results where the tokens are the rows of D: of each tile, a lane has the rows lane % 4 * 2 of W and the next,
-// and those 8 further. The activation is approximate.
+// A token's results where the tokens are the rows of D: of each tile, a lane has the rows lane % 4
+// * 2 of W and the next, and those 8 further. The activation is approximate.
 template <typename T, Epilogue kEpilogue>
 struct TokenRow {
   T* row;

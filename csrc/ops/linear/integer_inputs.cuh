@@ -1,7 +1,8 @@
-// One row of x as integers of 16 bits, made by the warps of a product for themselves: the numbers of 128 inputs are
-// multiples of a power of two, of which the largest is from 8192 up to 16384. So a number that is at least a 64th of
-// the largest loses nothing in bf16, and none is off by more than 2^-14 of the largest. The high and the low bytes of
-// the integers are two columns of a product of bytes on tensor cores.
+// One row of x as integers of 16 bits, made by the warps of a product for themselves: the numbers
+// of 128 inputs are multiples of a power of two, of which the largest is from 8192 up to 16384. So
+// a number that is at least a 64th of the largest loses nothing in bf16, and none is off by more
+// than 2^-14 of the largest. The high and the low bytes of the integers are two columns of a
+// product of bytes on tensor cores.
 #pragma once
 
 #include "ops/linear/warp_inputs.cuh"
@@ -9,10 +10,12 @@
 namespace xserv {
 
 // kUnits: parts of 128 inputs whose sums are wanted. A warp leaves in shared memory
-// * at `bytes`, for every 64 inputs, two columns of 64 bytes: the high bytes and the low ones. In a column lane
-//   quarter t finds its 16 bytes beside each other: of either half of the 64 inputs those from 8 t on.
-// * at `sums`, for every unit, the sum of its integers and the power of two, as i32 and f32.
-// With kIsPaired the second and the third of four bytes change places, as in words of codes of 4 bits (decode.cuh).
+// * at `bytes`, for every 64 inputs, two columns of 64 bytes: the high bytes and the low ones. In a
+//   column lane quarter t finds its 16 bytes beside each other: of either half of the 64 inputs
+//   those from 8 t on.
+// * at `sums`, for every unit, the sum of its integers and the power of two, as i32 and f32. With
+//   kIsPaired the second and the third of four bytes change places, as in words of codes of 4 bits
+//   (decode.cuh).
 template <typename T, int kUnits, bool kIsPaired>
 struct IntegerInputs : WarpInputs<T> {
   static constexpr int kUnitEights = kStageEights / kUnits;
@@ -31,8 +34,8 @@ struct IntegerInputs : WarpInputs<T> {
     int sum = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // The last 16 bits of these are the integers and 128, so that the high byte is that of the nearest multiple of
-      // 256, and the low one what is left and 128.
+      // The last 16 bits of these are the integers and 128, so that the high byte is that of the
+      // nearest multiple of 256, and the low one what is left and 128.
       uint32_t q[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -1,7 +1,7 @@
 // The linear layers of narrow.cuh with weights of T.
 //
-// Tiles of 8 rows are for few outputs, which would leave multiprocessors idle otherwise: rows 8..15 of the product are
-// the same rows further along in_features, and have a product with x from there.
+// Tiles of 8 rows are for few outputs, which would leave multiprocessors idle otherwise: rows 8..15
+// of the product are the same rows further along in_features, and have a product with x from there.
 //
 // Needs: ldw a multiple of 8; in_features a multiple of kStep (32; 64 with 8 rows).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -16,16 +16,18 @@
 // in_features in a step is free: a lane takes 8 neighbouring elements at once, of W and of x alike, so that
 // x needs no shared memory either.
 //
-// The warps of a block lie side by side along in_features and have one tile of W at a time; as
-// soon as a piece of weights is multiplied, that of the next tile is requested. With a norm a block has all
-// of in_features at once, keeps h in registers, and exchanges only the squares: blocks are small, so that those of
-// the next kernel find room beside them. (Blocks of several tiles that share h in shared memory were slower.)
-// Without a norm there may be several passes over in_features.
+// The warps of a block lie side by side along in_features and have one tile of W at a time; as soon
+// as a piece of weights is multiplied, that of the next tile is requested. With a norm a block has
+// all of in_features at once, keeps h in registers, and exchanges only the squares: blocks are
+// small, so that those of the next kernel find room beside them. (Blocks of several tiles that
+// share h in shared memory were slower.) Without a norm there may be several passes over
+// in_features.
 //
 // The order of a sum depends on in_features and the kernel alone, not on the other tokens or the grid.
 //
 // Weights say how W is read and multiplied:
-//   Params          the argument of the kernel: the fields of LinearNarrowParams but weight and ldw, and its own
+//   Params          the argument of the kernel: the fields of LinearNarrowParams but weight and
+//                   ldw, and its own
 //   kStep           elements of a row in a step, a multiple of 32 of which a lane has 8 neighbours each
 //   kSteps          the most steps of a warp in a pass
 //   kRows           rows of W in a tile, 16 or 8
@@ -33,9 +35,10 @@
 //   piece(...)      a tile and a pass over in_features, as one lane sees it
 //   load(piece, i), multiply(sums, inputs, i)    a step of it; sums as in finish()
 //
-// Needs: x, W, norm_weight 16-byte aligned; ldx and in_features multiples of 8; num_passes * warps * steps * kStep >=
-// in_features, steps <= kSteps, at most 16 warps, and one pass with a norm; 1 <= grid <= tiles. The blocks need not be
-// resident together: none waits for another. Dynamic shared memory as in src/ops/linear/cuda_narrow.rs.
+// Needs: x, W, norm_weight 16-byte aligned; ldx and in_features multiples of 8; num_passes * warps
+// * steps * kStep >= in_features, steps <= kSteps, at most 16 warps, and one pass with a norm; 1 <=
+// grid <= tiles. The blocks need not be resident together: none waits for another. Dynamic shared
+// memory as in src/ops/linear/cuda_narrow.rs.
 #pragma once
 
 #include "common/gemv.cuh"
@@ -90,8 +93,8 @@ struct LinearNarrow {
     }
   }
 
-  // Makes h of the inputs. squares: [warps][kNarrowTokens]; factors: the weight of the norm, whose copies to shared
-  // memory are under way.
+  // Makes h of the inputs. squares: [warps][kNarrowTokens]; factors: the weight of the norm, whose
+  // copies to shared memory are under way.
   __device__ __forceinline__ void normalise(const unsigned char* factors, float* squares) {
     float sum = 0.0f;
 #pragma unroll
@@ -131,7 +134,8 @@ struct LinearNarrow {
   }
 
   __device__ __forceinline__ void run() {
-    // [2][warps][kNarrowTokens][kPitch] sums; with a norm [warps][kNarrowTokens] squares and [in_features] factors
+    // [2][warps][kNarrowTokens][kPitch] sums; with a norm [warps][kNarrowTokens] squares and
+    // [in_features] factors
     extern __shared__ __align__(16) unsigned char shared[];
     float* partials = reinterpret_cast<float*>(shared);
     float* squares = partials + 2 * num_warps * kNarrowTokens * kPitch;

@@ -1,10 +1,12 @@
-// The linear layers of narrow.cuh with weights of 4 or 8 bits in the tiles of src/ops/quantised/tiles.rs, of which a lane
-// holds what it passes to products, and decodes it when it multiplies:
+// The linear layers of narrow.cuh with weights of 4 or 8 bits in the tiles of
+// src/ops/quantised/tiles.rs, of which a lane holds what it passes to products, and decodes it when
+// it multiplies:
 //   W[i, k] = (code[i, k] - zero[i, group]) * scale[i, group]
-// The products of a group, or of up to 128 inputs of it, are summed by the tensor cores and scaled in f32. As in
-// quantised_few.cu codes of 4 bits stay 1 + code / 16 in the products (decode.cuh), and what is too much is the sum of the
-// inputs, times 1 + zero / 16. Instructions are what a product waits for: with a scale for every 32
-// inputs a step of Qwen3-1.7B takes 22 % longer (H200). (Numbers decoded before x is there have no room in the registers.)
+// The products of a group, or of up to 128 inputs of it, are summed by the tensor cores and scaled
+// in f32. As in quantised_few.cu codes of 4 bits stay 1 + code / 16 in the products (decode.cuh),
+// and what is too much is the sum of the inputs, times 1 + zero / 16. Instructions are what a
+// product waits for: with a scale for every 32 inputs a step of Qwen3-1.7B takes 22 % longer
+// (H200). (Numbers decoded before x is there have no room in the registers.)
 //
 // Needs: in_features a multiple of 8; groups of multiples of 32 inputs, or whole rows.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -1,5 +1,6 @@
-// The inputs of a product that its blocks make themselves, out of rows of x that nobody has normalised or quantised
-// yet: a kernel between two products costs as long as reading ten megabytes of weights.
+// The inputs of a product that its blocks make themselves, out of rows of x that nobody has
+// normalised or quantised yet: a kernel between two products costs as long as reading ten megabytes
+// of weights.
 #pragma once
 
 #include "common/gemv.cuh"
@@ -10,7 +11,8 @@ namespace xserv {
 
 constexpr int kOwnAhead = 4;  // vectors of eight inputs that a thread loads together
 
-// The warps of a block share the rows of x: [num_rows, k], k a multiple of 8. With norm_weight [k] its rows become
+// The warps of a block share the rows of x: [num_rows, k], k a multiple of 8. With norm_weight [k]
+// its rows become
 //   round(norm_weight * round(x / sqrt(mean(x^2) + eps)))
 // which is RMSNorm with the roundings of ops/rms_norm/add_rounded.cu.
 template <typename T>
@@ -70,9 +72,10 @@ struct OwnInputs {
     }
   }
 
-  // Calls use(row, eight, inputs, is_wanted) for the eights `begin` to before `end` of all rows; those past the end
-  // of a row are zeros. All lanes of a warp call it together, some of them for inputs that are not wanted. The
-  // threads of the block must meet before they read what others have stored.
+  // Calls use(row, eight, inputs, is_wanted) for the eights `begin` to before `end` of all rows;
+  // those past the end of a row are zeros. All lanes of a warp call it together, some of them for
+  // inputs that are not wanted. The threads of the block must meet before they read what others
+  // have stored.
   template <typename Use>
   __device__ __forceinline__ void make(int begin, int end, float eps, const Use& use) const {
     __shared__ float squares[kQuantisedWarps];

@@ -349,8 +349,8 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
 
 }  // namespace xserv
 
-// xserv_linear_prefill_<epilogue>_<shape>_<dtype>: groups of 64 tokens, rows, stages, blocks of a cluster with
-// the same rows and with the same tokens, parts of k
+// xserv_linear_prefill_<epilogue>_<shape>_<dtype>: groups of 64 tokens, rows, stages, blocks of a
+// cluster with the same rows and with the same tokens, parts of k
 #define XSERV_PREFILL(NAME, EPILOGUE, SHAPE, SUFFIX, T, ...)                                               \
   extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
       xserv_linear_prefill_##NAME##_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillParams params) { \

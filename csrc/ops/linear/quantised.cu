@@ -1,17 +1,19 @@
-// Linear layers with quantised weights (quantised.cuh), for any number of tokens; quantised_few.cu is faster for
-// up to 16.
+// Linear layers with quantised weights (quantised.cuh), for any number of tokens; quantised_few.cu
+// is faster for up to 16.
 //
 // Codes become numbers of T in registers, exactly (decode.cuh), and are the A operand of mma.m16n8k16: 16
 // rows of W and 8 tokens have no unused rows even for one token. The products of a group are summed in
 // f32, and multiplied by the scale of their row only then, so that nothing but x has been rounded.
 //
-// The weights go to a ring in shared memory that every warp has of its own, kAhead chunks of 64 inputs
-// before they are used. (A ring of registers has no depth: the chip counts loads under way in six counters
-// a warp, so that waiting for the oldest is waiting for most. A step of Qwen3-8B in 4 bits took 3.0 ms on an
-// H200.) A lane has all that it needs of the codes of a tile's chunk in 16 bytes (of 8 bits: twice), and eight neighbouring numbers of x serve two products, so that x is read 16 bytes at a time from the
-// first-level cache. A block has eight warps: p.row_shift says how many of them have different rows, the
-// others share the inputs, as do the blocks of a cluster. Their sums are added in the order of the
-// inputs, through shared memory. Which inputs are added up by whom depends on k and on those numbers alone.
+// The weights go to a ring in shared memory that every warp has of its own, kAhead chunks of 64
+// inputs before they are used. (A ring of registers has no depth: the chip counts loads under way
+// in six counters a warp, so that waiting for the oldest is waiting for most. A step of Qwen3-8B in
+// 4 bits took 3.0 ms on an H200.) A lane has all that it needs of the codes of a tile's chunk in 16
+// bytes (of 8 bits: twice), and eight neighbouring numbers of x serve two products, so that x is
+// read 16 bytes at a time from the first-level cache. A block has eight warps: p.row_shift says how
+// many of them have different rows, the others share the inputs, as do the blocks of a cluster.
+// Their sums are added in the order of the inputs, through shared memory. Which inputs are added up
+// by whom depends on k and on those numbers alone.
 //
 // x is not read past the end of a row: there, its last eight numbers meet codes that stand for 0.
 #include "common/gemv.cuh"
@@ -22,8 +24,8 @@ namespace xserv {
 
 constexpr int kChunk = 64;
 
-// kScales: of a chunk and row; kFragments: of 8 tokens; kTiles: of a warp; kBatch: fragments whose x is loaded
-// together, while those before are multiplied.
+// kScales: of a chunk and row; kFragments: of 8 tokens; kTiles: of a warp; kBatch: fragments whose
+// x is loaded together, while those before are multiplied.
 template <typename T, Code kCode, int kScales, int kFragments, int kTiles, int kBatch, int kAhead>
 __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   constexpr int kLoads = kCode == Code::kInt4 ? 1 : 2, kBatches = kFragments / kBatch;

@@ -1,5 +1,6 @@
-// Shared by the linear layers with quantised weights: W[i, k] = (code[i, k] - zero[i, group]) * scale[i, group],
-// in the tiles of src/ops/quantised/tiles.rs. What becomes of the sums is said in fragment.cuh.
+// Shared by the linear layers with quantised weights: W[i, k] = (code[i, k] - zero[i, group]) *
+// scale[i, group], in the tiles of src/ops/quantised/tiles.rs. What becomes of the sums is said in
+// fragment.cuh.
 //
 // x: [num_tokens, k], row-major; codes, scales, zeros: the regions of the tiles; bias: [n] or null;
 // out: [num_tokens, n], n being half of the rows of W with swiglu. round() is to T, the type of x and out.
@@ -109,8 +110,9 @@ __device__ __forceinline__ void store_quantised(const Params& p, const float4* s
   }
 }
 
-// The same for a cluster of blocks whose warps have all inputs of their rows, four fragments at a time: a warp waits once
-// for all that it reads of other blocks and of the residual stream. With few fragments the longer code costs more.
+// The same for a cluster of blocks whose warps have all inputs of their rows, four fragments at a
+// time: a warp waits once for all that it reads of other blocks and of the residual stream. With
+// few fragments the longer code costs more.
 template <typename T, Epilogue kEpilogue, int kFragments, int kWarps, typename Params>
 __device__ __forceinline__ void store_many_fragments(const Params& p, const float4* staging, int first_tile,
                                                      int first_token, int num_fragments, int split, int num_splits) {

@@ -3,16 +3,17 @@
 // As in quantised.cu, the codes are the A operand of mma.m16n8k16 and the products of a group are scaled in
 // f32, but this kernel is made for the fewest instructions, which is what few tokens wait for:
 //
-// * A stage of a warp's ring in shared memory has the same 1,024 bytes of codes of each of its tiles (128 inputs
-//   of 4 bits, 64 of 8), the scales and zeros of their groups, and the inputs, so that what a stage costs
-//   beside its products is paid for half as often as by chunks, and no load of x is waited for.
+// * A stage of a warp's ring in shared memory has the same 1,024 bytes of codes of each of its
+//   tiles (128 inputs of 4 bits, 64 of 8), the scales and zeros of their groups, and the inputs, so
+//   that what a stage costs beside its products is paid for half as often as by chunks, and no load
+//   of x is waited for.
 // * Codes of 4 bits stay 1 + code / 16 in the products (decode.cuh). What is too much is the sum of the
 //   inputs of a group, which a product with ones gives to all rows at once, times 1 + zero / 16.
 //
 // On an H200 the layer of Qwen3-8B in 4 bits takes 40 us for one token, where quantised.cu takes 60.
 //
-// The stages of the inputs are divided among p.row_shift's warps and the blocks of a cluster as in quantised.cu.
-// Inputs past the end of a row are zeros.
+// The stages of the inputs are divided among p.row_shift's warps and the blocks of a cluster as in
+// quantised.cu. Inputs past the end of a row are zeros.
 #include "common/gemv.cuh"
 #include "common/pdl.cuh"
 #include "ops/linear/quantised.cuh"
@@ -54,8 +55,8 @@ __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
   const auto scale_type = static_cast<ScaleType>(p.scale_type);
   const bool is_f32 = scale_type == ScaleType::kF32, has_zeros = p.zeros != nullptr;
   const uint64_t policy = weight_policy();
-  // A slot of the ring has of each tile the codes, then 64 bytes of scales of each unit, then 16 of zeros; after
-  // the tiles, for every 32 inputs, 64 bytes of each row of x.
+  // A slot of the ring has of each tile the codes, then 64 bytes of scales of each unit, then 16 of
+  // zeros; after the tiles, for every 32 inputs, 64 bytes of each row of x.
   const uint32_t slot_bytes = kFewTiles * kTileBytes + num_rows * (kInputs * 2);
   const uint32_t ring = shared_address(staging) + warp * (kFewStages * slot_bytes);
 
@@ -234,8 +235,8 @@ __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
 
 }  // namespace xserv
 
-// xserv_linear_quantised_few_<code>_<scales of a stage>_<tokens>_<dtype>, for blocks of 256 threads, of which a
-// multiprocessor has two with 8 tokens.
+// xserv_linear_quantised_few_<code>_<scales of a stage>_<tokens>_<dtype>, for blocks of 256
+// threads, of which a multiprocessor has two with 8 tokens.
 #define XSERV_QUANTISED_FEW(CODE_NAME, CODE, UNITS, TOKENS, BLOCKS, SUFFIX, T)                \
   extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                   \
       xserv_linear_quantised_few_##CODE_NAME##_##UNITS##_##TOKENS##_##SUFFIX(                 \

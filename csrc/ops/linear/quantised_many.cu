@@ -1,18 +1,20 @@
 // Linear layers with quantised weights (quantised.cuh) for more than 16 tokens on Hopper.
 //
-// A block has 64 rows of W for each of its groups of four warps, all with the same tokens, whose x lies in
-// shared memory once for all of them. One warp copies stages of 64 inputs into a ring: the codes of all tiles
-// as they are, x, and the scales and zeros of the groups. The others take their codes from there, make numbers
-// of T of them in registers, exactly (decode.cuh), and pass these to wgmma as the operand A, whose rows a warp has as
-// mma.m16n8k16 has them. The products of a group are summed in f32 of their own and multiplied by the scale of
-// their row only then, so that nothing but x has been rounded. While a chunk is multiplied the next one is decoded.
+// A block has 64 rows of W for each of its groups of four warps, all with the same tokens, whose x
+// lies in shared memory once for all of them. One warp copies stages of 64 inputs into a ring: the
+// codes of all tiles as they are, x, and the scales and zeros of the groups. The others take their
+// codes from there, make numbers of T of them in registers, exactly (decode.cuh), and pass these to
+// wgmma as the operand A, whose rows a warp has as mma.m16n8k16 has them. The products of a group
+// are summed in f32 of their own and multiplied by the scale of their row only then, so that
+// nothing but x has been rounded. While a chunk is multiplied the next one is decoded.
 //
-// wgmma takes the inputs of x in the order of memory, where a lane's codes in a tile belong to eight neighbouring
-// inputs of each half of the chunk (src/ops/quantised/tiles.rs); the four lanes of a row exchange them, as codes.
+// wgmma takes the inputs of x in the order of memory, where a lane's codes in a tile belong to
+// eight neighbouring inputs of each half of the chunk (src/ops/quantised/tiles.rs); the four lanes
+// of a row exchange them, as codes.
 //
-// The blocks of a cluster share the tile and divide its inputs; their sums are added in the order of the inputs,
-// through shared memory. Tokens past the last one are not read: what the ring has in their place goes into sums
-// that are not stored.
+// The blocks of a cluster share the tile and divide its inputs; their sums are added in the order
+// of the inputs, through shared memory. Tokens past the last one are not read: what the ring has in
+// their place goes into sums that are not stored.
 #include <type_traits>
 
 #include "common/cluster.cuh"
@@ -79,8 +81,8 @@ struct Many {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The words of a chunk of a tile for lane `lane`, of a half of it (32 inputs), become those of products whose inputs
-// are in order.
+// The words of a chunk of a tile for lane `lane`, of a half of it (32 inputs), become those of
+// products whose inputs are in order.
 struct Exchange {
   bool is_high, is_odd;
   uint32_t send, first, second;  // selectors of bytes
@@ -114,8 +116,8 @@ struct Exchange {
   }
 };
 
-// The zeros of codes without any of their own, and how codes become the operand: numbers that are kFirstFactor or
-// kSecondFactor times too small for the two rows of a lane.
+// The zeros of codes without any of their own, and how codes become the operand: numbers that are
+// kFirstFactor or kSecondFactor times too small for the two rows of a lane.
 template <Code kCode>
 constexpr uint32_t kMiddleZeros = kCode == Code::kInt4 ? 0x0808 : 0x8080;
 
@@ -125,9 +127,10 @@ struct ManyDecoder : Decoder<T, kCode> {
   using Decoder<T, kCode>::Decoder;
 };
 
-// A number of T of which no bits but those of the mantissa and the last one before it are set is these bits times a power
-// of 2, be it subnormal or not. So a code need not be moved, and one instruction brings it into range and subtracts
-// the zero. kScale is 2^127 or 2^15, by which the last bit becomes 1 / kBit.
+// A number of T of which no bits but those of the mantissa and the last one before it are set is
+// these bits times a power of 2, be it subnormal or not. So a code need not be moved, and one
+// instruction brings it into range and subtracts the zero. kScale is 2^127 or 2^15, by which the
+// last bit becomes 1 / kBit.
 template <typename T>
 struct SmallNumbers {
   static constexpr bool kIsHalf = std::is_same_v<T, __half>;
@@ -249,9 +252,10 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     const Exchange exchange;
     const int row = lane >> 2;
-    // While a piece is multiplied, the numbers of the next one are made in other registers, and then the codes of the
-    // one after that are fetched. (ptxas, 13.0, moves what follows the loop of a barrier past the wait for the
-    // products, where nothing is multiplied; and it waits for each product where one is under way in a branch.)
+    // While a piece is multiplied, the numbers of the next one are made in other registers, and
+    // then the codes of the one after that are fetched. (ptxas, 13.0, moves what follows the loop
+    // of a barrier past the wait for the products, where nothing is multiplied; and it waits for
+    // each product where one is under way in a branch.)
     constexpr int kPieces = S::kPieces, kSteps = S::kPieceInputs / 16, kWords = kIsInt4 ? kSteps : 2 * kSteps;
     constexpr int kPieceShift = kPieces == 2 ? 1 : 2;
     const int num_pieces = (end - begin) * kPieces;
@@ -264,8 +268,8 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     int fetched_turn = 0;
     const uint32_t codes = S::kCodes + warp * 2 * S::kChunkBytes + lane * 16;
     const uint32_t pairs = S::kScales + ((warp * 8 + row) << (is_f32 ? 3 : 2));
-    // Brings the codes, the scales and the zeros of a piece, and where its x lies. Behind the last piece it stays in
-    // the last stage. is_second: of the two pieces of a turn of the loop.
+    // Brings the codes, the scales and the zeros of a piece, and where its x lies. Past the last
+    // piece it stays in the last stage. is_second: of the two pieces of a turn of the loop.
     const auto fetch = [&](bool is_second) {
       if (!is_second) mbarrier_wait(fetched_barrier, fetched_parity);
       const int chunk = kPieces == 2 ? is_second : fetched_turn & 1, half = kPieces == 2 ? 0 : is_second;

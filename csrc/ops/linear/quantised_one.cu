@@ -1,18 +1,21 @@
-// Linear layers with weights of 4 or 8 bits (quantised.cuh) for one token on Hopper, which may normalise it first.
+// Linear layers with weights of 4 or 8 bits (quantised.cuh) for one token on Hopper, which may
+// normalise it first.
 //
-// One token waits for instructions rather than for memory, and this kernel has the fewest. Integers are multiplied as
-// the bytes that they are: x is made integers of 16 bits (integer_inputs.cuh), whose high and low bytes are two
-// columns of one product of bytes, so that
+// One token waits for instructions rather than for memory, and this kernel has the fewest. Integers
+// are multiplied as the bytes that they are: x is made integers of 16 bits (integer_inputs.cuh),
+// whose high and low bytes are two columns of one product of bytes, so that
 //   sum_k x[k] (code[k] - zero) = 2^e (256 sum_k high[k] code[k] + sum_k low[k] code[k] - zero sum_k q[k])
-// is exact but for the rounding of x to q. Of a word of 4-bit codes two instructions take those of the lane's two
-// rows; the second row's stay where they are, as 16 times their value.
+// is exact but for the rounding of x to q. Of a word of 4-bit codes two instructions take those of
+// the lane's two rows; the second row's stay where they are, as 16 times their value.
 //
-// Weights of FP8 and x (fp8_inputs.cuh) are multiplied as numbers of f16. The products of 128 inputs are summed by the
-// tensor cores, multiplied by their scales, and added up in f32. Where x becomes FP8 too, fp8.cu is faster.
+// Weights of FP8 and x (fp8_inputs.cuh) are multiplied as numbers of f16. The products of 128
+// inputs are summed by the tensor cores, multiplied by their scales, and added up in f32. Where x
+// becomes FP8 too, fp8.cu is faster.
 //
-// The warps of a block, and of a cluster of two where there are few tiles, share the inputs of every tile. A warp
-// makes the inputs that it multiplies, so that without a norm no thread waits for another before the sums. The tiles
-// of a block are one stream of bulk copies; their sums are added up by one warp each, in turn, while the others go on.
+// The warps of a block, and of a cluster of two where there are few tiles, share the inputs of
+// every tile. A warp makes the inputs that it multiplies, so that without a norm no thread waits
+// for another before the sums. The tiles of a block are one stream of bulk copies; their sums are
+// added up by one warp each, in turn, while the others go on.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/bulk_copy.cuh"
 #include "common/mbarrier.cuh"
@@ -52,8 +55,8 @@ XSERV_LAYOUT_QuantisedOneParams;
 // The sums of so many tiles are under way.
 constexpr int kTilesUnderWay = kQuantisedWarps;
 
-// Adds the products of the first num_blocks of up to kBlocks times 32 inputs: codes of FP8 and numbers of f16, at the
-// places of a lane.
+// Adds the products of the first num_blocks of up to kBlocks times 32 inputs: codes of FP8 and
+// numbers of f16, at the places of a lane.
 template <int kBlocks>
 __device__ __forceinline__ void multiply_floats(float (&products)[4], uint32_t codes, uint32_t numbers, int num_blocks) {
 #pragma unroll
@@ -95,8 +98,9 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
   const bool is_f32 = scale_type == ScaleType::kF32, has_zeros = p.zeros != nullptr;
   const uint64_t policy = weight_policy();
 
-  // Shared memory has the barriers of all rings, the rings, what is made of x, and its sums or scales. A slot of a ring
-  // has the codes of its stages, then the scales and the zeros of their units.
+  // Shared memory has the barriers of all rings, the rings, what is made of x, and its sums or
+  // scales. A slot of a ring has the codes of its stages, then the scales and the zeros of their
+  // units.
   const int group_bytes = is_f32 ? 64 : 32;
   const int scales_at = p.slot_stages * kStageBytes;
   const int zeros_at = scales_at + p.slot_stages * kUnits * group_bytes;
@@ -200,7 +204,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
       for (; stage < stop; ++stage) {
         if constexpr (kIsFloat) {
           float products[4] = {};
-          // Where the last stage has a single chunk, the place of the other has anything, also what is no number.
+          // Where the last stage has a single chunk, the place of the other has anything, also what
+          // is no number.
           const int num_blocks = 2 * stage + 1 < p.num_chunks ? kBlocks : kBlocks / 2;
           multiply_floats<kBlocks>(products, codes, x, num_blocks);
           const float2 scale = scale_pair(shared_pair(scales, is_f32), scale_type);
@@ -210,7 +215,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
         } else {
           uint4 words[kWords];
           const uint4 eights[2] = {shared_words(x), shared_words(x + 128)};
-          // Where the last stage has a single chunk, the other's inputs are zeros, and its codes may be anything.
+          // Where the last stage has a single chunk, the other's inputs are zeros, and its codes
+          // may be anything.
 #pragma unroll
           for (int w = 0; w < kWords; ++w) words[w] = shared_words(codes + w * 512);
 #pragma unroll
@@ -235,7 +241,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
               }
               mma_m16n8k32(products, a, block % 2 ? e.z : e.x, block % 2 ? e.w : e.y);
             }
-            // None of these is beyond 2^30: 128 integers of 14 bits times 16 times a code of 4 bits or a code of 8.
+            // None of these is beyond 2^30: 128 integers of 14 bits times 16 times a code of 4 bits
+            // or a code of 8.
             constexpr int kSecondRow = kIsInt4 ? 16 : 1;
             const int unit_sum = static_cast<int>(unit.x);
             const int first_zero = zero & 255, second_zero = kIsInt4 ? zero >> 4 & 0xf0 : zero >> 8;
@@ -254,8 +261,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
       fetch(slot);
       if (++slot == p.num_slots) slot = 0, parity ^= 1;
     }
-    // No warp writes here before its sums of eight tiles ago have been read: it has itself waited for all warps since,
-    // among them the one that read them.
+    // No warp writes here before its sums of eight tiles ago have been read: it has itself waited
+    // for all warps since, among them the one that read them.
     const int place = (tile - first_tile) % kTilesUnderWay;
     partials[place][warp][lane] = sum;
     if (num_splits > 1) {
@@ -273,8 +280,8 @@ __device__ __forceinline__ void quantised_one(const QuantisedOneParams& p) {
 
 }  // namespace xserv
 
-// xserv_linear_quantised_one_<code>_<scales of 128 inputs>_<dtype>, for blocks of 256 threads, of which a multiprocessor
-// has two.
+// xserv_linear_quantised_one_<code>_<scales of 128 inputs>_<dtype>, for blocks of 256 threads, of
+// which a multiprocessor has two.
 #define XSERV_QUANTISED_ONE(CODE_NAME, CODE, UNITS, SUFFIX, T)               \
   extern "C" __global__ void __launch_bounds__(256, 2)                       \
       xserv_linear_quantised_one_##CODE_NAME##_##UNITS##_##SUFFIX(           \

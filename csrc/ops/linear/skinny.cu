@@ -5,7 +5,8 @@
 // where round() is to T, sums in f32, silu(g) = g / (1 + e^-g), and gate and up are the products with rows i
 // and intermediate_size + i of weight [2 * intermediate_size, k]. The roundings are those of Transformers.
 //
-// x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; bias: [n] or null; out: [num_tokens, n].
+// x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; bias: [n] or null; out:
+// [num_tokens, n].
 //
 // The kernel computes the transpose, D^T = weight * x^T: with the weights as the A operand of wgmma (64
 // rows per warpgroup) and the tokens as B, a tile of 16 tokens has no unused rows, and a stage of
@@ -52,7 +53,8 @@ struct SkinnyParams {
   int num_tokens;
   int n;       // columns of out; swiglu: intermediate_size
   int k;
-  int tile_rows;  // of weight in a tile, and in a box of its map: at most kRows, a multiple of 8 (swiglu: of 16)
+  // Of weight in a tile, and in a box of its map: at most kRows, a multiple of 8 (swiglu: of 16).
+  int tile_rows;
   int padding[4];
 };
 XSERV_LAYOUT_SkinnyParams;

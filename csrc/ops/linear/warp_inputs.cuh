@@ -1,5 +1,5 @@
-// The part of one row of x that a warp of a product makes for itself, out of numbers that nobody has normalised or
-// quantised yet, so that without a norm no warp waits for another.
+// The part of one row of x that a warp of a product makes for itself, out of numbers that nobody
+// has normalised or quantised yet, so that without a norm no warp waits for another.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -75,11 +75,11 @@ struct WarpInputs {
                       normalize_pair(unpack_pair(v.w, T()), scale, f.w, T()));
   }
 
-  // Calls use(eight, inputs) for the warp's part of x: [k], all lanes together; an eight from `end` on is not the
-  // warp's. With a norm the inputs are those of
+  // Calls use(eight, inputs) for the warp's part of x: [k], all lanes together; an eight from `end`
+  // on is not the warp's. With a norm the inputs are those of
   //   round(norm_weight * round(x / sqrt(mean(x^2) + eps)))
-  // with the roundings of ops/rms_norm/add_rounded.cu; then all warps of the cluster, which together have the whole
-  // row, call this together.
+  // with the roundings of ops/rms_norm/add_rounded.cu; then all warps of the cluster, which
+  // together have the whole row, call this together.
   template <typename Use>
   __device__ __forceinline__ void use_all(const void* row, int k, float eps, int num_splits, const Use& use) const {
     __shared__ __align__(16) float squares[kQuantisedWarps];

@@ -1,11 +1,12 @@
-// Log-probabilities of some tokens of each row: out = (x[id] - m) / t - log(sum(exp((x - m) / t))), m = max(x).
+// Log-probabilities of some tokens of each row: out = (x[id] - m) / t - log(sum(exp((x - m) / t))),
+// m = max(x).
 //
 //   logits: [num_rows, vocab_size]; temperatures: [num_rows], or null for 1
 //   ids, out: [num_rows, count], two lists of them, so that the sum is done once
 //
-// One block a row, so that a row's sum has one order whatever else is in the batch. Threads work against their
-// own maximum and correct at the end (Milakov & Gimelshein 2018, arXiv:1805.02867). An id beyond the vocabulary
-// gives NaN, and so does a row with a logit that is not a number.
+// One block a row, so that a row's sum has one order whatever else is in the batch. Threads work
+// against their own maximum and correct at the end (Milakov & Gimelshein 2018, arXiv:1805.02867).
+// An id beyond the vocabulary gives NaN, and so does a row with a logit that is not a number.
 #include "common/dtype.cuh"
 #include "common/exp2.cuh"
 #include "common/reduce.cuh"
@@ -39,8 +40,8 @@ struct LogSum {
   }
 };
 
-// Which thread adds which logits, and in what order, depends on vocab_size alone: where a row begins decides only
-// how they are read.
+// Which thread adds which logits, and in what order, depends on vocab_size alone: where a row
+// begins decides only how they are read.
 template <typename T>
 __device__ __forceinline__ LogSum sum_of_thread(const T* row, int vocab_size, float per_unit) {
   constexpr int N = kVec<T>;
@@ -90,7 +91,8 @@ __device__ __forceinline__ void log_probs(const T* logits, const float* temperat
   const int64_t row = blockIdx.x;
   logits += row * vocab_size;
   const float per_temperature = temperatures == nullptr ? 1.0f : 1.0f / temperatures[row];
-  // A product with the largest finite number keeps the weight of the maximum, which is 0 away from itself, at 1.
+  // A product with the largest finite number keeps the weight of the maximum, which is 0 away from
+  // itself, at 1.
   const float per_unit = fminf(per_temperature * kLog2E, 0x1p127f);
   const LogSum part = sum_of_thread(logits, vocab_size, per_unit);
   const float max = block_reduce<Max>(part.max, scratch[0]);

@@ -1,4 +1,5 @@
-// Activations in FP8 (activations.cuh): their codes and scales, also those of rows to be normalised, or their numbers.
+// Activations in FP8 (activations.cuh): their codes and scales, also those of rows to be
+// normalised, or their numbers.
 #include "common/layouts.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -42,8 +43,8 @@ __device__ __forceinline__ void quantise_activations(const T* x, uint8_t* codes,
 // RMSNorm of a residual stream, rounded as in ops/rms_norm/add_rounded.cu and to the same bits:
 //   residual = round(residual + x)                        left out where x is null
 //   codes, scales of round(norm_weight * round(residual / sqrt(mean(residual^2) + eps)))
-// x, residual: [num_tokens, k], norm_weight: [k], aligned to 16 bytes, k a multiple of 8. A block has a row, and each
-// thread up to kMaxVectors vectors of eight inputs.
+// x, residual: [num_tokens, k], norm_weight: [k], aligned to 16 bytes, k a multiple of 8. A block
+// has a row, and each thread up to kMaxVectors vectors of eight inputs.
 template <typename T, int kMaxVectors>
 __device__ __forceinline__ void normalise_activations(uint8_t* codes, float* scales, T* residual, const T* x,
                                                       const T* norm_weight, int k, int num_groups, int pitch, float eps) {

@@ -1,8 +1,8 @@
-// Quantised activations: e4m3 codes with a scale for each token and 128 inputs, as the FP8 linear layers of Transformers
-// and of DeepSeek's models compute them:
+// Quantised activations: e4m3 codes with a scale for each token and 128 inputs, as the FP8 linear
+// layers of Transformers and of DeepSeek's models compute them:
 //   scale = max |x| / 448, code = e4m3(x / scale)
-// both in f32, rounded to the nearest. Where all of the 128 are 0 the scale and the codes are 0. Numbers that are not
-// finite make the scale so, and all products with it.
+// both in f32, rounded to the nearest. Where all of the 128 are 0 the scale and the codes are 0.
+// Numbers that are not finite make the scale so, and all products with it.
 //
 // codes: [num_tokens, 128 * groups], zeros after the end of x; scales: f32 [groups, pitch].
 #pragma once
@@ -26,8 +26,8 @@ __device__ __forceinline__ float quantise_eight(const float (&x)[8], uint32_t (&
   const float scale = largest / 448.0f;
   float quotients[8];
   if (scale >= 0x1p-60f) {
-    // Two corrections with the inverse give the quotient that a division rounds to, in half of its instructions; only
-    // zeros lose their sign.
+    // Two corrections with the inverse give the quotient that a division rounds to, in half of its
+    // instructions; only zeros lose their sign.
     const float inverse = 1.0f / scale;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -1,5 +1,6 @@
-// Decoding of codes of 4 and 8 bits to pairs of T in registers. The numbers are exact: integers less their zero have at
-// most eight significant bits, and floats of eight bits at most four. The layout is that of src/ops/quantised/tiles.rs.
+// Decoding of codes of 4 and 8 bits to pairs of T in registers. The numbers are exact: integers
+// less their zero have at most eight significant bits, and floats of eight bits at most four. The
+// layout is that of src/ops/quantised/tiles.rs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +13,9 @@
 
 namespace xserv {
 
-// What a number is stored as, numbered like Code of src/ops/quantised/format.rs. All that kernels ask of a code is in this
-// header: its decoders below, the properties beside it, and the lists of codes, M(name, code, ...) for each, by which
-// sources define the kernels of every code.
+// What a number is stored as, numbered like Code of src/ops/quantised/format.rs. All that kernels
+// ask of a code is in this header: its decoders below, the properties beside it, and the lists of
+// codes, M(name, code, ...) for each, by which sources define the kernels of every code.
 enum class Code { kInt4, kInt8, kFp8 };
 
 #define XSERV_CODES_OF_4_BITS(M, ...) M(int4, kInt4, __VA_ARGS__)

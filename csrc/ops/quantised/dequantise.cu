@@ -52,8 +52,9 @@ __device__ __forceinline__ void store_eight(const DequantiseParams& p, int64_t o
   }
 }
 
-// Eight inputs of each of a lane's two rows that share a group: decoded in pairs of bf16, exactly, as operands of
-// products are, so that a number takes four instructions and the memory is what limits.
+// Eight inputs of each of a lane's two rows that share a group: decoded in pairs of bf16, exactly,
+// as operands of products are, so that a number takes four instructions and the memory is what
+// limits.
 template <typename T, Code kCode>
 __device__ __forceinline__ void dequantise_group(const DequantiseParams& p, const uint32_t (&words)[4], int64_t tile,
                                                  int row, int64_t first, int input) {

@@ -12,8 +12,9 @@ __device__ __forceinline__ float scale_at(const void* scales, int64_t index, Sca
   return to_float(static_cast<const __nv_bfloat16*>(scales)[index]);
 }
 
-// The words of the inputs 8 * eight to 8 * eight + 7 of rows `row` and `row` + 8 of a tile, as a lane of a product has
-// them: of 4 bits the first two, of 8 bits all. codes: those of the tile; are_pieces: whether they lie in pieces of rows.
+// The words of the inputs 8 * eight to 8 * eight + 7 of rows `row` and `row` + 8 of a tile, as a
+// lane of a product has them: of 4 bits the first two, of 8 bits all. codes: those of the tile;
+// are_pieces: whether they lie in pieces of rows.
 __device__ __forceinline__ void load_eight(const char* codes, int row, int eight, bool is_int4, bool are_pieces,
                                            uint32_t (&words)[4]) {
   const int chunk = eight / 8, half = eight / 4 % 2, lane = row * 4 + eight % 4;
@@ -37,9 +38,10 @@ __device__ __forceinline__ uint32_t code_of(const uint32_t (&words)[4], int e, i
                  : words[e / 2] >> (8 * (second + e % 2 * 2)) & 255;
 }
 
-// The eight inputs from `input` on of a row, each (code - zero) * scale rounded to f32 and then to T. scales, zeros:
-// regions of all tiles, in which group g of the row has index first_group + g * 16; zeros is null where all are the
-// middle of the codes. Inputs after the last group have its scale.
+// The eight inputs from `input` on of a row, each (code - zero) * scale rounded to f32 and then to
+// T. scales, zeros: regions of all tiles, in which group g of the row has index first_group + g *
+// 16; zeros is null where all are the middle of the codes. Inputs after the last group have its
+// scale.
 template <typename T>
 __device__ __forceinline__ void eight_numbers(T (&values)[8], const uint32_t (&words)[4], int second, int input,
                                               Code code, const void* scales, ScaleType scale_type, const void* zeros,

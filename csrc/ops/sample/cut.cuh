@@ -1,12 +1,13 @@
-// Finds the tokens that top-k and top-p keep in a row of which the largest few do not decide it: large k, flat
-// distributions. A team of blocks goes over the row together: the blocks of a cluster, each over a part of the row, or
-// one block alone on chips without clusters.
+// Finds the tokens that top-k and top-p keep in a row of which the largest few do not decide it:
+// large k, flat distributions. A team of blocks goes over the row together: the blocks of a
+// cluster, each over a part of the row, or one block alone on chips without clusters.
 //
-// A histogram of the distances from the likeliest token says in which bin the cut lies, and the tokens of that bin
-// are sorted. If they are too many, they are mostly equal, and only those equals are counted. If not, or where the
-// cut lies among the distant tokens, it comes from histograms of the order-preserving keys, 11 bits at a time.
-// Counts and weights are integers, whose sums do not depend on the order, so all ways, with any number of blocks,
-// keep the same tokens. Each block adds up the same numbers and comes to the same cut by itself.
+// A histogram of the distances from the likeliest token says in which bin the cut lies, and the
+// tokens of that bin are sorted. If they are too many, they are mostly equal, and only those equals
+// are counted. If not, or where the cut lies among the distant tokens, it comes from histograms of
+// the order-preserving keys, 11 bits at a time. Counts and weights are integers, whose sums do not
+// depend on the order, so all ways, with any number of blocks, keep the same tokens. Each block
+// adds up the same numbers and comes to the same cut by itself.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -14,8 +15,8 @@
 
 namespace xserv {
 
-// The tokens that top-k and top-p keep: those above `value`, and those with exactly this value whose id is at most
-// `last_id`.
+// The tokens that top-k and top-p keep: those above `value`, and those with exactly this value
+// whose id is at most `last_id`.
 struct Cut {
   float value;
   int last_id;
@@ -58,8 +59,9 @@ constexpr int kBinBits = 11, kBins = 1 << kBinBits;
 static_assert(kBins % kMaxTeamBlocks == 0 && (kMaxTeamBlocks & (kMaxTeamBlocks - 1)) == 0,
               "each block of a team, whose size is a power of two, adds up the same number of bins");
 
-// The number of tokens in each bin and the sum of their weights. The halves of the sums are apart, because additions
-// of 64 bits in shared memory are loops that try until no other thread came between.
+// The number of tokens in each bin and the sum of their weights. The halves of the sums are apart,
+// because additions of 64 bits in shared memory are loops that try until no other thread came
+// between.
 struct Histogram {
   unsigned counts[kBins], low[kBins], high[kBins];
 
@@ -96,8 +98,8 @@ struct CutMemory {
   int last_id;
 };
 
-// Makes a histogram of the whole row in each block. `bin_of(value, id)` is the bin of a token, or negative if it has none;
-// kAhead as in for_each_group.
+// Makes a histogram of the whole row in each block. `bin_of(value, id)` is the bin of a token, or
+// negative if it has none; kAhead as in for_each_group.
 template <int kAhead, bool kCounts, bool kMasses, typename T, typename BinOf>
 __device__ __forceinline__ void make_histogram(const LogitsRow<T>& row, const SampleRow& how, float maximum,
                                                Histogram& histogram, const BinOf& bin_of) {
@@ -154,8 +156,8 @@ struct Crossing {
   unsigned long long above;  // the sum of the bins above `bin`
 };
 
-// Returns the highest bin at which the sum of `value_of(bin)` from the top reaches `goal` (> 0), or bin 0 if none
-// does. All threads of the block call it.
+// Returns the highest bin at which the sum of `value_of(bin)` from the top reaches `goal` (> 0), or
+// bin 0 if none does. All threads of the block call it.
 template <typename Value>
 __device__ Crossing find_crossing(const Value& value_of, unsigned long long goal) {
   __shared__ Crossing found;
@@ -190,8 +192,9 @@ __device__ __forceinline__ unsigned long long mass_goal(float share, const Histo
   return goal < 1 ? 1 : goal;
 }
 
-// Returns the cut of top-p among `ties` tokens with this value and together the weight `mass`, where `goal` is still
-// missing: all have the same weight, and one stays while those before it do not reach the goal.
+// Returns the cut of top-p among `ties` tokens with this value and together the weight `mass`,
+// where `goal` is still missing: all have the same weight, and one stays while those before it do
+// not reach the goal.
 template <typename T>
 __device__ Cut cut_ties(const LogitsRow<T>& row, float value, unsigned ties, unsigned long long mass,
                         unsigned long long goal, CutMemory& memory) {
@@ -237,9 +240,10 @@ __device__ __forceinline__ int bin_of_distance(float distance) {
   return kBins - 1 - static_cast<int>(fminf(distance, kBins - 1.0f));
 }
 
-// Finds the cut of top-p (kByMass) or of top-k among the tokens with values of at least `lowest`: the bin in which it
-// lies, and then the token among those of the bin, in order. Returns false if the bin is the one of all distant
-// tokens, or has more tokens than there is room for and not all are equal. All threads of the team call it.
+// Finds the cut of top-p (kByMass) or of top-k among the tokens with values of at least `lowest`:
+// the bin in which it lies, and then the token among those of the bin, in order. Returns false if
+// the bin is the one of all distant tokens, or has more tokens than there is room for and not all
+// are equal. All threads of the team call it.
 template <bool kByMass, typename T>
 __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, float maximum, float lowest,
                                  CutMemory& memory, Cut& cut) {
@@ -368,9 +372,10 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
   return find_cut_in_keys<true>(row, how, maximum, lowest, memory);
 }
 
-// The range that typical-p keeps: the tokens whose information is nearest to the entropy, ties with the last one
-// included. With `fall` as in fall_of, the information of a token is its fall and the logarithm of the sum of all
-// weights, and the entropy is the mean fall and the same logarithm: the two are as far apart as the fall and its mean.
+// The range that typical-p keeps: the tokens whose information is nearest to the entropy, ties with
+// the last one included. With `fall` as in fall_of, the information of a token is its fall and the
+// logarithm of the sum of all weights, and the entropy is the mean fall and the same logarithm: the
+// two are as far apart as the fall and its mean.
 struct Typical {
   float mean;      // of the falls
   float distance;  // at most so far from it
@@ -380,8 +385,8 @@ __device__ __forceinline__ float distance_from_mean(const SampleRow& how, float 
   return fabsf(fall_of(how, value, maximum) - mean);
 }
 
-// Finds it among the tokens that `is_left(value, id)` leaves, of which the likeliest is one. All threads of the team
-// call it.
+// Finds it among the tokens that `is_left(value, id)` leaves, of which the likeliest is one. All
+// threads of the team call it.
 template <typename T, typename Left>
 __device__ Typical find_typical(const LogitsRow<T>& row, const SampleRow& how, float maximum, CutMemory& memory,
                                 const Left& is_left) {

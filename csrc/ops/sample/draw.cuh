@@ -19,9 +19,9 @@ __device__ __forceinline__ uint4 noise_bits(const SampleRow& how, int group) {
 // The logarithm of base 2 of 1.01.
 constexpr float kSlack = 0.0143553f;
 
-// Returns the best score in the groups first, first + step, ... of the tokens with values of at least `least_value`
-// that `is_eligible(value, id)` leaves. Some such token of the row must have a score of at least `lowest`. All threads
-// of the block call it.
+// Returns the best score in the groups first, first + step, ... of the tokens with values of at
+// least `least_value` that `is_eligible(value, id)` leaves. Some such token of the row must have a
+// score of at least `lowest`. All threads of the block call it.
 template <typename T, typename Eligible>
 __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const SampleRow& how, float maximum,
                                                float lowest, float least_value, int first, int step,
@@ -29,9 +29,10 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
   uint64_t best = 0;
   const float per_unit = fminf(kLog2E / how.temperature, 0x1p127f);
   row.template for_each_group<2>(first, step, [&](int group, const float (&values)[4], int count) {
-    // The noise is at most -log(uniform()), so a token reaches `lowest` only where its random number is below a limit.
-    // Most are not; the limits, of which these are the logarithms of base 2, make do without the expensive logarithms
-    // of the noise. They are a hundredth too high, and so on the safe side of what they approximate.
+    // The noise is at most -log(uniform()), so a token reaches `lowest` only where its random
+    // number is below a limit. Most are not; the limits, of which these are the logarithms of base
+    // 2, make do without the expensive logarithms of the noise. They are a hundredth too high, and
+    // so on the safe side of what they approximate.
     const float limit_at_maximum = kSlack - lowest * kLog2E;
     float limits[4], largest = -__builtin_huge_valf();
 #pragma unroll

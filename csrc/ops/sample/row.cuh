@@ -1,4 +1,5 @@
-// A row of logits, and what the threads of a block do with it together: sums, maxima, sorts and the weights of tokens.
+// A row of logits, and what the threads of a block do with it together: sums, maxima, sorts and the
+// weights of tokens.
 #pragma once
 
 #include "common/dtype.cuh"
@@ -133,16 +134,17 @@ __device__ unsigned long long sum_before(unsigned long long own) {
   return sum - own;
 }
 
-// Returns how far a token lies below the likeliest, in units of the temperature: minus the logarithm of its weight.
+// Returns how far a token lies below the likeliest, in units of the temperature: minus the
+// logarithm of its weight.
 __device__ __forceinline__ float fall_of(const SampleRow& how, float value, float maximum) {
   // Often the temperature is 1, and a division takes as long as the exponential.
   const float fall = maximum - value;
   return how.temperature == 1.0f ? fall : fall / how.temperature;
 }
 
-// Gives the weights of a row's tokens in fixed point; the most likely token has 2^kLogOne. An exponential of base 2 is one
-// instruction where expf is many. Its argument of up to 40 is rounded to 24 bits, so a weight is off by some millionths,
-// but by the same ones wherever it is computed.
+// Gives the weights of a row's tokens in fixed point; the most likely token has 2^kLogOne. An
+// exponential of base 2 is one instruction where expf is many. Its argument of up to 40 is rounded
+// to 24 bits, so a weight is off by some millionths, but by the same ones wherever it is computed.
 struct Weights {
   float maximum;
   float per_unit;  // of the logarithm of base 2

@@ -4,24 +4,26 @@
 //   greedy       argmax; the lowest id wins a tie
 //   random       p = softmax(logits / temperature), filtered by top-k (ties with the k-th stay), top-p (the
 //                most likely tokens until they reach the share, ties in the order of their ids), min-p
-//                (relative to the most likely token) and typical-p (the tokens whose information is nearest to
-//                the entropy until they reach the share; Meister et al. 2022); the draw is argmax(log p + Gumbel noise), which has
-//                exactly the distribution p (Gumbel-max; Maddison et al. 2014). The noise of a token is a
-//                function of (seed, index, id): a row's token depends neither on its batch nor on the number
-//                of blocks.
+//                (relative to the most likely token) and typical-p (the tokens whose information is
+//                nearest to the entropy until they reach the share; Meister et al. 2022); the draw
+//                is argmax(log p + Gumbel noise), which has exactly the distribution p (Gumbel-max;
+//                Maddison et al. 2014). The noise of a token is a function of (seed, index, id): a
+//                row's token depends neither on its batch nor on the number of blocks.
 // A row with a logit that is not finite, and a row whose caller chooses the token itself, get kNoToken.
 //
-// There are two launches of (parts, num_rows) blocks each. _scan leaves the maximum of each part of a
-// row; _choose draws among all tokens, in parts too, and the last block of a row to arrive finishes the
-// row. Where some row has top-k, top-p or typical-p, a third launch, _cut, finishes the rows that _choose leaves.
+// There are two launches of (parts, num_rows) blocks each. _scan leaves the maximum of each part of
+// a row; _choose draws among all tokens, in parts too, and the last block of a row to arrive
+// finishes the row. Where some row has top-k, top-p or typical-p, a third launch, _cut, finishes
+// the rows that _choose leaves.
 //
-// With top-k or top-p, the k largest tokens (kTopPTokens without top-k) and a few more are collected
-// first: each part's _scan leaves a key that `rank` of its threads reach, and at least rank * parts >=
-// k tokens of the row reach the `parts`-th largest of these keys. _choose collects the tokens that
-// reach it, and the last block of the row sorts them and applies the filters. Probabilities are in
-// fixed point, because sums of integers do not depend on the order. Where the collected tokens are not
-// enough (large k, flat distributions) or too many, the row is wide: _cut looks through all of it, with
-// several blocks at a time where there are clusters (cut.cuh). With typical-p a row always is. All ways keep the same tokens.
+// With top-k or top-p, the k largest tokens (kTopPTokens without top-k) and a few more are
+// collected first: each part's _scan leaves a key that `rank` of its threads reach, and at least
+// rank * parts >= k tokens of the row reach the `parts`-th largest of these keys. _choose collects
+// the tokens that reach it, and the last block of the row sorts them and applies the filters.
+// Probabilities are in fixed point, because sums of integers do not depend on the order. Where the
+// collected tokens are not enough (large k, flat distributions) or too many, the row is wide: _cut
+// looks through all of it, with several blocks at a time where there are clusters (cut.cuh). With
+// typical-p a row always is. All ways keep the same tokens.
 #include "common/pdl.cuh"
 #include "ops/sample/cut.cuh"
 #include "ops/sample/draw.cuh"
@@ -34,8 +36,8 @@ struct SampleCounters {
   int arrived;  // blocks that have finished
   int num_candidates;
   unsigned long long mass;  // the sum of the weights of all tokens
-  // The list of the wide rows, which _choose leaves to _cut, in any order: the n-th entry in the n-th row's counters,
-  // the rest in the first row's.
+  // The list of the wide rows, which _choose leaves to _cut, in any order: the n-th entry in the
+  // n-th row's counters, the rest in the first row's.
   int wide_row, wide_likeliest;  // the entry: which row, and its likeliest token
   int num_wide;
   int num_taken;  // entries that teams have taken after their first ones
@@ -70,8 +72,8 @@ __device__ __forceinline__ bool is_filtered(const SampleRow& how, int vocab_size
   return (how.top_k > 0 && how.top_k < vocab_size) || how.top_p < 1.0f || is_typical(how);
 }
 
-// The ranks that give the bound for the filtered tokens: `rank` threads of a part reach the part's bound, and `parts`
-// parts reach the row's bound. With a rank of 0 there is no bound.
+// The ranks that give the bound for the filtered tokens: `rank` threads of a part reach the part's
+// bound, and `parts` parts reach the row's bound. With a rank of 0 there is no bound.
 struct BoundRanks {
   int rank = 0, parts = 0;
 
@@ -331,8 +333,8 @@ __device__ __forceinline__ void sample_cut(const SampleArgs& args) {
   dependency_wait();
   if (static_cast<int>(blockIdx.x) >= team_size()) return;
   __shared__ CutMemory memory;
-  // In shared memory, because registers are short here: what does not fit goes to local memory, for which a device
-  // that is full has no room.
+  // In shared memory, because registers are short here: what does not fit goes to local memory, for
+  // which a device that is full has no room.
   __shared__ SampleRow how;
   __shared__ Cut cut;
   __shared__ Typical typical;

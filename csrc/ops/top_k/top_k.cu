@@ -9,8 +9,9 @@
 // more than a block holds; then in _merge one block per row selects among the candidates and sorts. The
 // values are read from x again, so that they are its bits (-0, NaN) and not what the order made of them.
 //
-// For k of up to 32 each warp first finds its largest key: k of these reach the k-th largest of them, which is
-// therefore a bound, and seldom do many more keys than k reach it. Only if they do, digits are counted.
+// For k of up to 32 each warp first finds its largest key: k of these reach the k-th largest of
+// them, which is therefore a bound, and seldom do many more keys than k reach it. Only if they do,
+// digits are counted.
 #include "common/dtype.cuh"
 #include "common/order.cuh"
 
@@ -41,8 +42,9 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t best) {
   return best;
 }
 
-// Leaves the nonzero keys that reach the k-th largest of the largest keys of all warps in s.selected, k <= 32:
-// k keys or more, or all if fewer warps have any. Returns their number, which may be more than there is room for.
+// Leaves the nonzero keys that reach the k-th largest of the largest keys of all warps in
+// s.selected, k <= 32: k keys or more, or all if fewer warps have any. Returns their number, which
+// may be more than there is room for.
 __device__ __forceinline__ unsigned select_by_bound(const uint64_t (&keys)[kPerThread], unsigned k, Selection& s) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   uint64_t largest = 0;
@@ -161,8 +163,8 @@ __device__ __forceinline__ void sort_selected(unsigned count, Selection& s) {
   }
 }
 
-// Calls store(place, key) for the k largest of the block's nonzero keys, or all of fewer, from any threads; with
-// kIsSorted the largest has place 0. Returns their number.
+// Calls store(place, key) for the k largest of the block's nonzero keys, or all of fewer, from any
+// threads; with kIsSorted the largest has place 0. Returns their number.
 template <bool kIsSorted, typename Store>
 __device__ __forceinline__ unsigned take_largest(const uint64_t (&keys)[kPerThread], unsigned k, Selection& s,
                                                  const Store& store) {
