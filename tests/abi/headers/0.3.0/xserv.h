@@ -47,6 +47,7 @@
  * - A number of an option struct that is 0, or a pointer that is NULL, is not set and leaves the
  *   choice to the library. Only where 0 means something of its own (temperature 0, top_k 0) there
  *   is XSERV_UNSET_FLOAT or XSERV_UNSET_INT, which _default() has written; the field says so.
+ * - Flags are 0 or 1, whatever their type; another value of an option is refused.
  * - Strings are UTF-8. Inputs end in a NUL, or come with a length in bytes; outputs belong to the
  *   handle that they came from, end in a NUL, and live as long as it does unless said otherwise. No
  *   memory is allocated on one side and freed on the other.
@@ -265,12 +266,12 @@ typedef enum xserv_device_kind {
    */
   XSERV_DEVICE_CPU = 0,
   /**
-   * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first
-   * one; without one XSERV_STATUS_NO_DEVICE is reported.
+   * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later): the one that device_index
+   * names, by default the first. XSERV_STATUS_NO_DEVICE without one.
    */
   XSERV_DEVICE_CUDA = 1,
   /**
-   * The first GPU where it can be used and the model runs and fits there, else the CPU.
+   * That GPU where it can be used and the model runs and fits there, else the CPU.
    */
   XSERV_DEVICE_AUTO = 2,
 } xserv_device_kind;
@@ -309,8 +310,8 @@ typedef enum xserv_dtype {
 } xserv_dtype;
 
 /**
- * What the matrices of a model's layers are kept as. Embeddings, the output matrix, norms and biases
- * stay as they are stored.
+ * How matrices are stored in memory: those of the layers (xserv_load_options.weights), or the embedding
+ * and the output matrix (xserv_load_options.embeddings). Norms and biases are never quantised.
  */
 typedef enum xserv_weights {
   /**
@@ -343,7 +344,7 @@ typedef enum xserv_kv_cache_format {
    * Floats of 8 bits (e4m3fn of the OCP standard, torch.float8_e4m3fn) without a scale: half the
    * memory of bf16 for each token, so twice as many tokens, and half the bytes to read in a long
    * context. A key or value of at least 2^-6 is kept to within a sixteenth, a smaller one to within
-   * 2^-10; those beyond 448 become 448, and what is no number stays none. Attention computes with the
+   * 2^-10; those beyond 448 become 448, and NaN stays NaN. Attention computes with the
    * same type as without it.
    */
   XSERV_KV_CACHE_FP8 = 1,
@@ -355,12 +356,15 @@ typedef enum xserv_kv_cache_format {
 typedef enum xserv_activations {
   /**
    * Integers of 16 bits, with a scale for each group of inputs, or each 128 of a longer one: within
-   * 1/65024 of the largest activation of the group.
+   * 1/65024 of the largest activation of the group. In steps of many tokens of a bf16 model, a processor
+   * with AMX or AMD's AVX-512 BF16 may take them in bf16 instead, unless
+   * xserv_load_options.deterministic is 1.
    */
   XSERV_ACTIVATIONS_AS_COMPUTED = 0,
   /**
    * Integers of 8 bits with such scales, within 1/254 of the largest activation of the group. Prompts are
-   * faster, most with long groups, where the processor multiplies bytes (AMX, VNNI).
+   * faster, most with long groups, where the processor multiplies bytes (AMX, VNNI). With groups of fewer
+   * than 64 inputs, a processor with AMX may take them in bf16 in such steps as well.
    */
   XSERV_ACTIVATIONS_INT8 = 1,
 } xserv_activations;
@@ -491,8 +495,8 @@ typedef enum xserv_status {
   XSERV_STATUS_NO_DEVICE = 11,
   /**
    * The process was forked after the model was loaded. The child cannot use the model: load it
-   * again there (on the CPU, if CUDA had been started before the fork). Or the call came from a fork handler that was registered before the library was
-   * loaded.
+   * again there (on the CPU, if CUDA had been started before the fork). Or the call came from a
+   * fork handler that was registered before the library was loaded.
    */
   XSERV_STATUS_FORKED = 12,
   /**
@@ -636,8 +640,9 @@ typedef struct xserv_load_options {
    * found its prefix in the cache. That holds for one version of the library on one kind of GPU with
    * one dtype. 0 (default): on a GPU the rounding of sums may depend on the sizes of a step, and a
    * token may differ where two are nearly as likely. The CPU works as with 1, except with quantised
-   * weights in bf16 on a processor with AMX, which rounds them and their inputs to bf16 in steps of
-   * many tokens: without that, prompts of Qwen3-0.6B's shape took it 1.4 to 4 times as long.
+   * weights in a bf16 model on a processor with AMX or AMD's AVX-512 BF16, which may round them and
+   * their inputs to bf16 in steps of many tokens. Without that, prompts of Qwen3-0.6B's shape took 1.4
+   * to 4 times as long with AMX.
    *
    * On a GPU it costs speed because cuBLAS is not used and decoding takes the kernels of larger steps.
    * On an H200 in bf16 (512 tokens of context) a step of one sequence takes twice as long with
@@ -680,9 +685,9 @@ typedef struct xserv_load_options {
    */
   uint32_t weights;
   /**
-   * Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0 (default): 32 with
-   * XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are closer to the original and take
-   * more memory.
+   * Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0
+   * (default): 32 with XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are
+   * closer to the original and take more memory.
    */
   uint32_t weights_group_size;
   /**
@@ -700,24 +705,26 @@ typedef struct xserv_load_options {
    */
   uint32_t kv_cache_format;
   /**
-   * A file in which the matrices that weights and embeddings quantise are kept for later loads, on whatever
-   * device; NUL-terminated UTF-8, NULL (default): none. If the file is not there, the load makes it, under
-   * another name beside it until it is complete; several loads may do so at once. If it is there, the
-   * matrices are read from it and what they were made from is not. A file that does not fit (a version,
-   * options, or a model other than those it was made with, a damaged or another file) is refused with
-   * XSERV_STATUS_INVALID_FILE and never overwritten: remove it to have it made anew. One that cannot be
-   * written, as where the disk is full, fails the load with XSERV_STATUS_IO.
+   * A file in which the matrices that weights and embeddings quantise are kept for later loads,
+   * on whatever device; NUL-terminated UTF-8, NULL (default): none. If the file is not there,
+   * the load makes it, under another name beside it until it is complete; several loads may do
+   * so at once. If it is there, the matrices are read from it and what they were made from is
+   * not. A file that does not fit (a version, options, or a model other than those it was made
+   * with, a damaged or another file) is refused with XSERV_STATUS_INVALID_FILE and never
+   * overwritten: remove it to have it made anew. One that cannot be written, as where the disk
+   * is full, fails the load with XSERV_STATUS_IO.
    *
-   * The model is known again by the names, sizes, modification times and headers of its weight files; where
-   * a time differs, as after a copy, by checksums of its tensors, which are then read. A change that leaves
-   * all of these is not noticed. Refused without weights or embeddings that are quantised at load, and with
-   * random_weights. xserv_plan does not look at the file.
+   * The model is known again by the names, sizes, modification times and headers of its weight
+   * files; where a time differs, as after a copy, by checksums of its tensors, which are then
+   * read. A change that leaves all of these is not noticed. Refused without weights or
+   * embeddings that are quantised at load, and with random_weights. xserv_plan does not look at
+   * the file.
    */
   const char *kept_weights;
   /**
-   * An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at load or stored so)
-   * take their activations as on the CPU; default XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a
-   * GPU, it changes nothing.
+   * An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at
+   * load or stored so) take their activations as on the CPU; default
+   * XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a GPU, it changes nothing.
    */
   uint32_t activations;
   /**
@@ -883,8 +890,8 @@ static inline void xserv_load_options_default(xserv_load_options *options) {
  * XSERV_STATUS_NO_DEVICE.
  *
  * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
- * NUL; `model` is writable.
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are
+ * NULL or end in a NUL; `model` is writable.
  */
 XSERV_MUST_USE
 enum xserv_status xserv_load(const char *path,
@@ -1160,8 +1167,8 @@ typedef struct xserv_memory_plan {
  * XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
  *
  * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are NULL or end in a
- * NUL; `plan` is writable for the struct_size that it claims.
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size, with texts that are
+ * NULL or end in a NUL; `plan` is writable for the struct_size that it claims.
  */
 XSERV_MUST_USE
 enum xserv_status xserv_plan(const char *path,
@@ -1224,8 +1231,8 @@ typedef struct xserv_chat_options {
    */
   uint8_t add_generation_prompt;
   /**
-   * As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does not show what
-   * its special tokens are.
+   * As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does
+   * not show what its special tokens are.
    */
   uint8_t parse_special_in_messages;
   /**
@@ -1237,14 +1244,14 @@ typedef struct xserv_chat_options {
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_tokenize_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no
+ * byte beyond it is written. xserv_tokenize_options_default() passes it. Does nothing if options
+ * is NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_tokenize_options_init(struct xserv_tokenize_options *options,
-                                 size_t struct_size);
+void xserv_tokenize_options_init(struct xserv_tokenize_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_tokenize_options_init() with the size that this header knows.
@@ -1415,9 +1422,9 @@ enum xserv_status xserv_apply_chat_template(const struct xserv_model *model,
                                             struct xserv_text **text);
 
 /**
- * Renders a conversation and turns it into token ids, as a request with these messages does: for programs that
- * count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids where contents have special tokens
- * written in them.)
+ * Renders a conversation and turns it into token ids, as a request with these messages does: for
+ * programs that count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids
+ * where contents have special tokens written in them.)
  *
  * tokens: receives a list that the caller frees with xserv_tokens_free().
  *
@@ -1482,8 +1489,9 @@ enum xserv_status xserv_messages_add_tool_result(struct xserv_messages *messages
 /**
  * Adds messages that are JSON already: one object with a "role", or an array of them. For fields
  * that the other functions do not have, and for an answer of the model with calls of tools
- * (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text", "text": "..."}],
- * becomes one string with line breaks between them when it is rendered by a template that takes strings alone.
+ * (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text",
+ * "text": "..."}], becomes one string with line breaks between them when it is rendered by a
+ * template that takes strings alone.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (no JSON; no objects; no role; more than 16 MiB of
  * messages); then none is added.
@@ -1538,11 +1546,12 @@ typedef enum xserv_answer_format {
    */
   XSERV_ANSWER_NONE = 0,
   /**
-   * As the model's chat template writes calls. A request of messages without tools_json has no calls,
-   * whatever the model writes. If that form is none of those below, or thoughts have other tags, and the
-   * model's tokenizer_config.json has a response_template (as Transformers defines it, version 1), its
-   * rules are followed: thoughts and content are told as they come, calls when they are complete. A template
-   * that is not supported (lookaround in its expressions) is not used, and the log says why.
+   * As the model's chat template writes calls. A request of messages without tools_json has no
+   * calls, whatever the model writes. If that form is none of those below, or thoughts have
+   * other tags, and the model's tokenizer_config.json has a response_template (as Transformers
+   * defines it, version 1), its rules are followed: thoughts and content are told as they come,
+   * calls when they are complete. A template that is not supported (lookaround in its
+   * expressions) is not used, and the log says why.
    */
   XSERV_ANSWER_AUTO = 1,
   /**
@@ -1559,8 +1568,8 @@ typedef enum xserv_answer_format {
    */
   XSERV_ANSWER_XML_TAGS = 4,
   /**
-   * Calls are written `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>` (Llama 3). They are
-   * told when they are complete.
+   * Calls are written `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`
+   * (Llama 3). They are told when they are complete.
    */
   XSERV_ANSWER_BARE_JSON = 5,
   /**
@@ -1645,11 +1654,12 @@ typedef enum xserv_constraint_kind {
 } xserv_constraint_kind;
 
 /**
- * Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
- * model's chat template writes calls, to the blank, without the id that some write; its arguments are what
- * the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
- * have no quotes; a schema that allows strings and other values allows no string that would be read as
- * one of the others, and none of the others that would be read as a string.
+ * Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as
+ * the model's chat template writes calls, to the blank, without the id that some write; its
+ * arguments are what the JSON schema of its tool allows. Where the template writes arguments as
+ * plain text between tags, strings have no quotes; a schema that allows strings and other values
+ * allows no string that would be read as one of the others, and none of the others that would be
+ * read as a string.
  */
 typedef enum xserv_tool_choice {
   /**
@@ -1745,8 +1755,7 @@ typedef bool (*xserv_logits_callback)(const struct xserv_logits_event *event, vo
  * Sampling fields left unset take the value of the model's generation_config.json, or if that has
  * none the neutral value given below. Parameters have the meaning that they have in Transformers,
  * and are applied in its order: logit_bias, repetition, presence and frequency penalty,
- * no_repeat_ngram_size, temperature,
- * top_k, top_p, min_p.
+ * no_repeat_ngram_size, min_tokens, temperature, top_k, top_p, min_p, typical_p.
  */
 typedef struct xserv_request {
   /**
@@ -1878,15 +1887,16 @@ typedef struct xserv_request {
   uint8_t ignore_eos;
   /**
    * With num_log_probs: 0 (default): log-probabilities of the model's own logits; 1: of the logits
-   * after logit_bias, min_tokens, penalties and temperature (which does not count if it is 0). The
-   * filters top_k, top_p and min_p never count.
+   * after logit_bias, penalties, no_repeat_ngram_size, min_tokens, first_tokens, the constraint and
+   * the temperature (which does not count if it is 0). A token that one of these bans has minus
+   * infinity. The filters top_k, top_p, min_p and typical_p never count.
    */
   uint8_t processed_log_probs;
   /**
-   * With messages_json: 0 (default): special tokens written in messages and tools, such as <|im_end|>, are
-   * ordinary text, so that no text can pretend to be another turn (in messages of the assistant, tags
-   * such as <think> keep their meaning; template_variables_json always do). 1: they become their ids, as in
-   * Transformers; only for text that you trust.
+   * With messages_json: 0 (default): special tokens written in messages and tools, such as
+   * <|im_end|>, are ordinary text, so that no text can pretend to be another turn (in messages
+   * of the assistant, tags such as <think> keep their meaning; template_variables_json always
+   * do). 1: they become their ids, as in Transformers; only for text that you trust.
    */
   uint8_t parse_special_in_messages;
   /**
@@ -1987,15 +1997,16 @@ typedef struct xserv_request {
   uint32_t answer_format;
   /**
    * An xserv_constraint_kind: the form that the text of the answer takes. Default
-   * XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
-   * complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
-   * incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
-   * text. first_tokens must fit. If answer_format is set and the prompt has begun a thought (`<think>`), the
-   * model first ends that as it likes, and the constraint begins after it; else it begins with the
-   * first token. What cannot be followed to the letter is refused, in two seconds at
-   * most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
-   * ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
-   * banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
+   * XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text
+   * is complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may
+   * also end incomplete, for another reason: at max_tokens, say, or before a stop string.
+   * Special tokens are no text. first_tokens must fit. If answer_format is set and the prompt
+   * has begun a thought (`<think>`), the model first ends that as it likes, and the constraint
+   * begins after it; else it begins with the first token. What cannot be followed to the letter
+   * is refused, in two seconds at most; of a JSON schema the message names the path. A
+   * constraint that becomes too complex on the way ends the answer with
+   * XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are banned
+   * (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
    * the host computes which tokens may come while the device computes the logits.
    */
   uint32_t constraint_kind;
@@ -2260,8 +2271,8 @@ typedef struct xserv_result_info {
    */
   size_t reasoning_len;
   /**
-   * What it says: the text without thoughts and calls, and without the white space next to those. NULL if the
-   * request has no answer_format.
+   * What it says: the text without thoughts and calls, and without the white space next to
+   * those. NULL if the request has no answer_format.
    */
   const char *content;
   /**
@@ -2277,9 +2288,10 @@ typedef struct xserv_result_info {
    */
   size_t num_tool_calls;
   /**
-   * The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated JSON with role and
-   * content, and reasoning_content and tool_calls where there are some, in the form that chat templates take
-   * (arguments are objects, calls that are not complete are left out). NULL if the request has no answer_format.
+   * The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated
+   * JSON with role and content, and reasoning_content and tool_calls where there are some, in
+   * the form that chat templates take (arguments are objects, calls that are not complete are
+   * left out). NULL if the request has no answer_format.
    */
   const char *message_json;
 } xserv_result_info;
@@ -2298,8 +2310,11 @@ typedef struct xserv_result_info {
  * callback. result: receives a handle that the caller frees with xserv_result_free(); NULL if the
  * callback is all you need.
  *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL
- * (the prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field; or no token is left to choose),
+ * XSERV_STATUS_UNSUPPORTED (text without a tokenizer, messages without a usable chat template, a
+ * constraint or a tool_choice that cannot be kept to), XSERV_STATUS_CONTEXT_FULL (the prompt alone is
+ * too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_INVALID_FILE (logits that are not finite: damaged
+ * weights), XSERV_STATUS_DEVICE_LOST, XSERV_STATUS_OUT_OF_MEMORY.
  *
  * # Safety
  * `request` is readable for its struct_size and its pointers obey their fields' comments; `result`
@@ -2390,10 +2405,10 @@ typedef enum xserv_event_kind {
    */
   XSERV_EVENT_PROMPT = 5,
   /**
-   * More of what the model thinks. This kind and those after it are told to those who ask for them
-   * (events of xserv_submit_options), if the request has an answer_format. They come after the token
-   * that made them certain and before the end of the sample, and repeat the text of tokens: a program that shows
-   * them does not show that of XSERV_EVENT_TOKEN.
+   * More of what the model thinks. This kind and those after it are told to those who ask for
+   * them (events of xserv_submit_options), if the request has an answer_format. They come after
+   * the token that made them certain and before the end of the sample, and repeat the text of
+   * tokens: a program that shows them does not show that of XSERV_EVENT_TOKEN.
    */
   XSERV_EVENT_REASONING = 6,
   /**
@@ -2542,14 +2557,13 @@ typedef struct xserv_event {
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte
+ * beyond it is written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_submit_options_init(struct xserv_submit_options *options,
-                               size_t struct_size);
+void xserv_submit_options_init(struct xserv_submit_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_submit_options_init() with the size that this header knows.
@@ -2591,10 +2605,12 @@ enum xserv_status xserv_submit(const struct xserv_model *model,
  *
  * event: struct_size must be set.
  *
- * Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
- * XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others.
- * This includes a lack of memory in this very call: no event is left out without the sample's end.
- * XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback with a timeout other than 0).
+ * Errors: the failure of a sample, which has then ended, and the next call continues with the others:
+ * XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST, XSERV_STATUS_INVALID_FILE (logits that are not
+ * finite), XSERV_STATUS_UNSUPPORTED (a constraint that became too complex),
+ * XSERV_STATUS_INVALID_ARGUMENT (no token is left to choose). This includes a lack of memory in this
+ * very call: no event is left out without the sample's end. XSERV_STATUS_INVALID_ARGUMENT also where
+ * it is called in a wake-up callback with a timeout other than 0.
  *
  * # Safety
  * `event` is writable for the struct_size that it claims.
@@ -2681,14 +2697,13 @@ typedef struct xserv_parse_options {
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_parse_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_parse_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_parse_options) of the header that the program is built with; no byte
+ * beyond it is written. xserv_parse_options_default() passes it. Does nothing if options is NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_parse_options_init(struct xserv_parse_options *options,
-                              size_t struct_size);
+void xserv_parse_options_init(struct xserv_parse_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_parse_options_init() with the size that this header knows.
@@ -2701,11 +2716,11 @@ static inline void xserv_parse_options_default(xserv_parse_options *options) {
  * Takes a text that a model has generated apart, as answer_format of a request does: for programs
  * that have only the text. Nothing is computed, and no text is an error: what is no call is content.
  *
- * model: whose text it is; NULL if options names the format. text: UTF-8 of text_len bytes, or up to
- * its NUL with XSERV_NUL_TERMINATED; at most 16 MiB; best with special tokens in it, as some models write calls
- * between them. options: NULL for the defaults. result: receives a result whose reasoning, content, tool_calls and
- * message_json are what was found, whose text is the text, and which has no tokens and no times. The caller frees it
- * with xserv_result_free().
+ * model: whose text it is; NULL if options names the format. text: UTF-8 of text_len bytes, or up
+ * to its NUL with XSERV_NUL_TERMINATED; at most 16 MiB; best with special tokens in it, as some
+ * models write calls between them. options: NULL for the defaults. result: receives a result whose
+ * reasoning, content, tool_calls and message_json are what was found, whose text is the text, and
+ * which has no tokens and no times. The caller frees it with xserv_result_free().
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8; too long; tools_json is no array; no format).
  *
@@ -2785,7 +2800,8 @@ typedef struct xserv_score_options {
  */
 typedef struct xserv_token_score {
   /**
-   * The natural logarithm of the token's softmax over the whole vocabulary, at most 0.
+   * The natural logarithm of the token's softmax over the whole vocabulary, at most 0; NaN where a
+   * logit of the model is NaN or plus infinity.
    */
   float log_prob;
   /**

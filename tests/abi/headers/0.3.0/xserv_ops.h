@@ -18,23 +18,23 @@
  *   xserv_owned_tensor_new_pinned xserv_owned_tensor_view xserv_owned_tensor_free
  * Owned tensors as DLPack managed tensors, for other libraries to keep.
  *   xserv_owned_tensor_to_dlpack xserv_owned_tensor_to_dlpack_versioned
- * Copies between tensors, as a C function.
+ * Copies between tensors.
  *   xserv_op_copy
- * Operators on rows: norms and softmax, as C functions.
+ * Operators on rows: norms and softmax.
  *   xserv_op_rms_norm xserv_op_add_rms_norm xserv_op_layer_norm xserv_op_softmax
- * Operators with indices: embedding, rotary embeddings, argmax, top-k; as C functions.
+ * Operators with indices: embedding, rotary embeddings, argmax, top-k.
  *   xserv_op_embedding xserv_op_rope_table xserv_op_rope xserv_op_argmax xserv_op_top_k
- * Operators on single elements: activations, add, mul, cast; and transpose, as C functions.
+ * Operators on single elements: activations, add, mul, cast; and transpose.
  *   xserv_op_gelu xserv_op_gelu_tanh xserv_op_silu xserv_op_silu_mul xserv_op_add xserv_op_mul
  *   xserv_op_cast xserv_op_transpose
- * Matrix products, their gradients and the gradient check, as C functions.
+ * Matrix products, their gradients and the gradient check.
  *   xserv_gemm_options_default xserv_op_gemm xserv_op_gemm_backward xserv_grad_check_options_default
  *   xserv_grad_check
- * Attention, as C functions.
+ * Attention.
  *   xserv_attention_options_default xserv_op_attention
- * Operators with quantised matrices: to codes and back, and the product; as C functions.
+ * Operators with quantised matrices: to codes and back, and the product.
  *   xserv_op_quantise xserv_op_dequantise xserv_op_linear_quantised
- * The self-test of the operators, as a C function.
+ * The self-test of the operators.
  *   xserv_self_test
  */
 
@@ -205,14 +205,14 @@ enum xserv_status xserv_cuda_device_get_info(uint32_t device_index,
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_context_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_context_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_context_options) of the header that the program is built with; no byte
+ * beyond it is written. xserv_context_options_default() passes it. Does nothing if options is
+ * NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_context_options_init(struct xserv_context_options *options,
-                                size_t struct_size);
+void xserv_context_options_init(struct xserv_context_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_context_options_init() with the size that this header knows.
@@ -528,7 +528,7 @@ enum xserv_status xserv_owned_tensor_to_dlpack_versioned(const struct xserv_owne
 
 /* ---------------------------------------------------------------------- */
 
-/* Copies between tensors, as a C function. */
+/* Copies between tensors. */
 
 /**
  * Copies a tensor: target = source, bit for bit, between layouts (making a view contiguous,
@@ -550,7 +550,7 @@ enum xserv_status xserv_op_copy(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* Operators on rows: norms and softmax, as C functions. */
+/* Operators on rows: norms and softmax. */
 
 /**
  * Computes root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019): out
@@ -636,7 +636,7 @@ enum xserv_status xserv_op_softmax(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* Operators with indices: embedding, rotary embeddings, argmax, top-k; as C functions. */
+/* Operators with indices: embedding, rotary embeddings, argmax, top-k. */
 
 /**
  * Which two elements of a head form pair i of its head_dim / 2 pairs, for rotary embeddings.
@@ -765,7 +765,7 @@ enum xserv_status xserv_op_top_k(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* Operators on single elements: activations, add, mul, cast; and transpose, as C functions. */
+/* Operators on single elements: activations, add, mul, cast; and transpose. */
 
 /**
  * Computes out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), in f32,
@@ -910,7 +910,7 @@ enum xserv_status xserv_op_transpose(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* Matrix products, their gradients and the gradient check, as C functions. */
+/* Matrix products, their gradients and the gradient check. */
 
 /**
  * The implementation that computes a matrix product.
@@ -1114,14 +1114,14 @@ enum xserv_status xserv_op_gemm_backward(const struct xserv_context *context,
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_grad_check_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_grad_check_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_grad_check_options) of the header that the program is built with; no
+ * byte beyond it is written. xserv_grad_check_options_default() passes it. Does nothing if options
+ * is NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_grad_check_options_init(struct xserv_grad_check_options *options,
-                                   size_t struct_size);
+void xserv_grad_check_options_init(struct xserv_grad_check_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_grad_check_options_init() with the size that this header knows.
@@ -1159,7 +1159,7 @@ enum xserv_status xserv_grad_check(const struct xserv_grad_check_options *option
 
 /* ---------------------------------------------------------------------- */
 
-/* Attention, as C functions. */
+/* Attention. */
 
 /**
  * The algorithms of xserv_op_attention().
@@ -1248,14 +1248,14 @@ typedef struct xserv_attention_options {
 /**
  * Sets every option to its default.
  *
- * struct_size: sizeof(xserv_attention_options) of the header that the program is built with; no byte beyond it is
- * written. xserv_attention_options_default() passes it. Does nothing if options is NULL.
+ * struct_size: sizeof(xserv_attention_options) of the header that the program is built with; no
+ * byte beyond it is written. xserv_attention_options_default() passes it. Does nothing if options
+ * is NULL.
  *
  * # Safety
  * `options` is NULL or writable for `struct_size` bytes.
  */
-void xserv_attention_options_init(struct xserv_attention_options *options,
-                                  size_t struct_size);
+void xserv_attention_options_init(struct xserv_attention_options *options, size_t struct_size);
 
 /**
  * Sets every field to its default, by xserv_attention_options_init() with the size that this header knows.
@@ -1310,7 +1310,7 @@ enum xserv_status xserv_op_attention(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* Operators with quantised matrices: to codes and back, and the product; as C functions. */
+/* Operators with quantised matrices: to codes and back, and the product. */
 
 /**
  * What the numbers of a quantised matrix are stored as. Number W[o, i] is (code - zero) * scale,
@@ -1437,7 +1437,7 @@ enum xserv_status xserv_op_linear_quantised(const struct xserv_context *context,
 
 /* ---------------------------------------------------------------------- */
 
-/* The self-test of the operators, as a C function. */
+/* The self-test of the operators. */
 
 /**
  * What the self-test compares a result with.
