@@ -627,6 +627,71 @@ time.sleep({after})
                 ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
                 self.assertEqual(ended.returncode, 0, f"{ended.returncode} {ended.stderr}")
 
+    def test_the_program_ends_while_threads_begin_new_calls(self):
+        program = """
+import os, sys, threading, time, xserv
+sys.stderr = open(os.devnull, "w")  # what is raised in the threads
+model = xserv.Model({model!r}, device="cpu", num_threads=1)
+def repeat():
+    while True:
+        {call}
+for _ in range(4):
+    threading.Thread(target=repeat, daemon=True).start()
+time.sleep(0.1)
+"""
+        short = "tokens=[1, 2, 3], max_tokens=5, ignore_eos=True"
+        long = "tokens=[1, 2, 3], max_tokens=1500, ignore_eos=True"
+        calls = [
+            f"model.generate({short}, logits_processor=lambda *event: None)",
+            f"model.generate({long}, logits_processor=lambda *event: None)",
+            f"model.generate({short})",
+            f"xserv.Model({MODEL!r}, device='cpu', num_threads=1, progress=lambda fraction: None)",
+            f"xserv.Model({MODEL!r}, device='cpu', num_threads=1, log=lambda *message: None)",
+        ]
+        for call in calls:
+            text = program.format(model=MODEL, call=call)
+            for _ in range(4):
+                ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+                self.assertEqual((ended.returncode, ended.stderr), (0, ""), call)
+
+    def test_a_callback_is_refused_once_the_program_ends(self):
+        text = f"""
+import atexit
+@atexit.register
+def late():
+    try:
+        xserv.Model({MODEL!r}, device="cpu")
+    except xserv.CancelledError as error:
+        print(error)
+import xserv  # its own handler comes first
+"""
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+        self.assertEqual(
+            (ended.stdout, ended.stderr), ("the program is ending, and the library could not call Python any more\n", "")
+        )
+
+    def test_a_stream_in_a_forked_child(self):
+        text = f"""
+import os, warnings, xserv
+warnings.simplefilter("ignore")  # of forks where there are threads
+model = xserv.Model({MODEL!r}, device="cpu", num_threads=1)
+stream = model.generate("Once", stream=True, max_tokens=1500, ignore_eos=True)
+next(stream)
+pid = os.fork()
+if pid == 0:
+    for read in (lambda: next(stream), stream.wait, lambda: list(stream.events())):
+        try:
+            read()
+        except xserv.ForkedError as error:
+            print(error, flush=True)
+    stream.close()
+    os._exit(0)
+print(os.waitpid(pid, 0)[1], len(stream.wait().token_ids))
+"""
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+        said = "the stream was made before this process was forked\n" * 2 + "0 1500\n"
+        self.assertEqual((ended.stdout, ended.stderr), (said, ""))
+
     def test_the_operators_need_no_import(self):
         text = "import xserv; print(xserv.ops.Context.__name__, 'ops' in dir(xserv))"
         ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)

@@ -38,6 +38,7 @@ from . import _library as c
 from ._errors import Error, NotCopyable
 from ._library import check, library, next_event, poll
 from ._options import Request
+from ._process import num_forks
 from ._stream import (
     Events,
     Piece,
@@ -66,10 +67,6 @@ RESULT_DELAY, LONGEST_DELAY = 0.01, 0.05
 #: A stream that is behind gives this many pieces without a wait; then other tasks have their turn.
 PIECES_AT_ONCE = 32
 
-# The number of forks that led to this process. A child shares its parent's epoll descriptors: it must leave
-# them alone.
-_forks = 0
-
 
 def _new_eventfd() -> int:
     if sys.version_info >= (3, 10):
@@ -95,7 +92,8 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 
 
 class Wakeups:
-    """The eventfd of an event loop. It exists while there are submissions that may write to it.
+    """The eventfd of an event loop. It exists while there are submissions that may write to it. A forked child shares its
+    parent's epoll descriptors, and must leave them alone.
 
     Everything but leave() and call_on_loop() is called on the loop's thread. A stream that is made while no
     loop runs has one of its own, for the loop that awaits it first.
@@ -103,7 +101,7 @@ class Wakeups:
 
     def __init__(self, loop: Optional[asyncio.AbstractEventLoop]) -> None:
         self._loop = loop
-        self._forks = _forks
+        self._num_forks = num_forks()
         # A stream may be dropped on any thread, also by a garbage collection within one of the blocks that hold
         # this lock.
         self._lock = threading.RLock()
@@ -141,13 +139,13 @@ class Wakeups:
         self._members.discard(member)
         if not self._members:
             self.call_on_loop(self._shut)
-        elif not self._has_asked_all and self._forks == _forks:
+        elif not self._has_asked_all and self._num_forks == num_forks():
             self.call_on_loop(self._count_is_off)
 
     def call_on_loop(self, work: Callable[[], None]) -> None:
         """Calls work() now, or on the loop's thread if the loop is running on another one."""
         loop = self._loop
-        if loop is not None and self._forks == _forks and loop.is_running() and loop is not _running_loop():
+        if loop is not None and self._num_forks == num_forks() and loop.is_running() and loop is not _running_loop():
             try:
                 loop.call_soon_threadsafe(work)
                 return
@@ -156,7 +154,7 @@ class Wakeups:
         work()
 
     def _shut(self) -> None:
-        if self._forks == _forks:
+        if self._num_forks == num_forks():
             with self._lock:
                 if self._members:
                     return
@@ -289,13 +287,7 @@ class Wakeups:
 _of_loops: "weakref.WeakValueDictionary[int, Wakeups]" = weakref.WeakValueDictionary()
 
 
-def _after_fork_in_child() -> None:
-    global _forks
-    _forks += 1
-    _of_loops.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_of_loops.clear)
 
 
 def _join(member: "Submission") -> Wakeups:
@@ -324,7 +316,7 @@ class Submission:
         self._is_submitting = False
         # close() may come from a garbage collection within submit(), on its thread.
         self._lock = threading.RLock()
-        self._forks = _forks
+        self._num_forks = num_forks()
         self.wakeups = _join(self)
 
     def submit(self) -> None:
@@ -350,7 +342,7 @@ class Submission:
 
     def close(self) -> None:
         """Cancels the request, wherever it is. Any thread may call it."""
-        if self._forks == _forks:
+        if self._num_forks == num_forks():
             with self._lock:
                 closed, self.closed = self.closed, True
                 if closed or self._is_submitting:

@@ -69,7 +69,8 @@ class ContextFullError(Error, ValueError):
 
 
 class CancelledError(Error):
-    """The call was cancelled: by its progress callback, or because the model was closed. (It is not asyncio's.)"""
+    """The call was cancelled: by its progress callback, because the model was closed, or because the program is ending
+    and the call has a callback. (It is not asyncio's.)"""
 
 
 class TemplateError(Error, ValueError):
@@ -117,6 +118,14 @@ def error_of(message: str, code: int, status: str) -> Error:
 
 def invalid_argument(message: str) -> Error:
     return InvalidArgumentError(message, 1, "XSERV_STATUS_INVALID_ARGUMENT")
+
+
+def cancelled(message: str) -> Error:
+    return CancelledError(message, 9, "XSERV_STATUS_CANCELLED")
+
+
+def forked(message: str) -> Error:
+    return ForkedError(message, 12, "XSERV_STATUS_FORKED")
 
 
 def closed(what: str) -> Error:

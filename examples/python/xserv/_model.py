@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
 from dataclasses import dataclass
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -30,6 +29,7 @@ from typing import (
 )
 
 from . import _library as c
+from . import _process
 from ._async import AsyncTextStream
 from ._errors import Error, NotCopyable, closed, invalid_argument
 from ._library import check, library
@@ -390,27 +390,9 @@ def plan(
     return _dataclass_from(MemoryPlan, found)
 
 
-# The calls in the library that may call Python, each with the function that interrupts it; and the models that log. A
-# call into Python from another thread ends that thread once the interpreter is going down, in the middle of the
-# library.
-_under_way: Dict[threading.Event, Callable[[], None]] = {}
-_that_log: "weakref.WeakSet[Model]" = weakref.WeakSet()
-
-
-def _before_exit() -> None:
-    for done, interrupt in list(_under_way.items()):
-        interrupt()
-        done.wait()
-    for model in list(_that_log):
-        model.close()
-
-
-atexit.register(_before_exit)
-# The threads do not exist in a child, so it must not wait for them.
-os.register_at_fork(after_in_child=_under_way.clear)
-
-
-def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[[], None]) -> None:
+def _run_interruptibly(
+    name: str, work: Callable[[], None], interrupt: Callable[[], object], *, calls_python: bool = False
+) -> None:
     """Runs work() on a thread of its own and raises what it raises. An exception that reaches this
     thread meanwhile (Ctrl-C, which comes to the main thread only, and only between two bytecodes of
     Python) calls interrupt(), waits for the end of the work, and goes on. So does the end of the program."""
@@ -424,11 +406,10 @@ def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[
         except BaseException as error:
             raised.append(error)
         finally:
-            _under_way.pop(done, None)
-            done.set()
+            _process.end(done)
 
     thread = threading.Thread(target=body, name=name)
-    _under_way[done] = interrupt
+    _process.begin(done, interrupt, calls_python=calls_python)
     try:
         thread.start()
         done.wait()
@@ -439,7 +420,7 @@ def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[
                 done.wait()
             except BaseException:  # another Ctrl-C changes nothing: it ends soon
                 continue
-        _under_way.pop(done, None)
+        _process.end(done)
         raise
     if raised:
         raise raised[0]
@@ -595,6 +576,11 @@ def parse_response(
     return _parse_response(None, text, prompt, tools, answer_format)
 
 
+def _free(handle: c_void_p, log_callback: Any) -> None:
+    """Frees a model that calls `log_callback` until then."""
+    library.xserv_model_free(handle)
+
+
 class Model(NotCopyable):
     """A loaded model: weights, tokenizer, chat template, KV cache and threads.
 
@@ -691,6 +677,7 @@ class Model(NotCopyable):
         log: Optional[Callable[[str, str, str], None]] = None,
     ) -> None:
         self.handle: Optional[c_void_p] = None
+        self._closer: Optional[_process.Closer] = None
         flags = dict(
             map_files=map_files, prefix_cache=prefix_cache, deterministic=deterministic, random_weights=random_weights
         )
@@ -728,16 +715,19 @@ class Model(NotCopyable):
         options.progress = c.ProgressCallback(on_progress)
         if log is not None:
             options.log = c.LogCallback(on_log)
-            _that_log.add(self)
         self._log_callback = options.log  # called until the model is closed
         encoded_path = _path(path)
-        self.handle = handle = c_void_p()
+        handle = c_void_p()
+        if log is not None:
+            # With what it needs: at the end of the program nothing else may have it.
+            self._closer = _process.Closer(partial(_free, handle, options.log))
+        self.handle = handle
 
         def load() -> None:
             check(library.xserv_load(encoded_path, byref(options), byref(handle)))
 
         try:
-            _run_interruptibly("xserv-load", load, interrupted.set)
+            _run_interruptibly("xserv-load", load, interrupted.set, calls_python=True)
         except BaseException as error:
             self.close()
             # An exception of a callback is the reason why the load was cancelled.
@@ -768,7 +758,9 @@ class Model(NotCopyable):
         cancelled: a stream then ends as if it were over, and its result's finish_reason is "cancelled". Later calls
         raise ClosedError; Results and Logits stay valid. A model with a log is closed at the end of the program."""
         handle, self.handle = self.handle, None
-        if handle is not None:
+        if self._closer is not None:
+            self._closer.close()
+        elif handle is not None:
             library.xserv_model_free(handle)
 
     def __enter__(self) -> "Model":

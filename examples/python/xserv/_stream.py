@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import queue
@@ -10,10 +9,11 @@ import struct
 import threading
 from ctypes import byref, c_void_p, sizeof, string_at
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Set, Tuple, Union, overload
+from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Tuple, Union, overload
 
 from . import _library as c
-from ._errors import NotCopyable
+from . import _process
+from ._errors import NotCopyable, forked
 from ._library import check, defaults, library
 from ._options import Request
 
@@ -398,15 +398,21 @@ class _Job:
         self.cancel = c_void_p()
         check(library.xserv_cancel_token_new(byref(self.cancel)))
         request.cancel = self.cancel
+        self.num_forks = _process.num_forks()
+        self._done = threading.Event()
         self.thread = threading.Thread(target=self._run, name="xserv-generate", daemon=True)
 
     def start(self) -> None:
-        _running.add(self)
+        _process.begin(self._done, self.stop, calls_python=self.request.processor is not None)
         try:
             self.thread.start()
         except BaseException:
-            _running.discard(self)
+            _process.end(self._done)
             raise
+
+    def is_of_parent(self) -> bool:
+        """Whether the process was forked since: then there is no thread, and the queue may be locked for ever."""
+        return self.num_forks != _process.num_forks()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -432,7 +438,7 @@ class _Job:
             except BaseException as error:
                 self._put(("error", error))
         finally:
-            _running.discard(self)
+            _process.end(self._done)
 
     def _generate(self) -> Result:
         handle = c_void_p()
@@ -464,25 +470,14 @@ class _Job:
         library.xserv_cancel_token_free(self.cancel)
 
 
-_running: Set[_Job] = set()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Ends generations that still run: a thread must not return from the library into an interpreter that is
-    gone."""
-    for job in list(_running):
-        job.stop()
-        job.thread.join()
-
-
 class TextStream(Iterator[Piece], NotCopyable):
     """The pieces of a text, as they are generated: strings, each with the number of its `sample`. events() has the
     tokens as well.
 
     close(), the end of a with block, or dropping the stream stops a generation that still runs. What a reader that
     is slower than the model has not read yet is kept for it. Several threads may read one stream: each
-    piece goes to one of them. The errors of the request are raised to whoever reads.
+    piece goes to one of them. The errors of the request are raised to whoever reads. After os.fork() the child gets a
+    ForkedError.
 
     `result` is the Result once the stream has ended or was closed, and None before.
     """
@@ -533,6 +528,8 @@ class TextStream(Iterator[Piece], NotCopyable):
         job = self._job
         if job is None:
             return None
+        if job.is_of_parent():
+            raise forked("the stream was made before this process was forked")
         # Waiting for a queue can be interrupted by Ctrl-C; waiting inside the library could not.
         kind, value = job.items.get()
         if kind == "event":
@@ -568,6 +565,9 @@ class TextStream(Iterator[Piece], NotCopyable):
         job = self._job
         if job is None:
             return
+        if job.is_of_parent():
+            self._job = None
+            return
         job.stop()
         job.thread.join()
         end: _Item = ("result", None)
@@ -591,5 +591,5 @@ class TextStream(Iterator[Piece], NotCopyable):
 
     def __del__(self) -> None:
         job = getattr(self, "_job", None)
-        if job is not None:
+        if job is not None and not job.is_of_parent():
             job.stop()

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_bool, c_char_p, c_double, c_size_t, c_uint32, c_void_p
 from typing import Any, Callable, List, Literal, NamedTuple, Optional
 
-from . import _errors
+from . import _errors, _process
 from ._library import DEVICES, check, library
 from ._request import choice, set_number
 from .ops import ContextOptions, Device
@@ -108,18 +109,24 @@ def self_test(
     set_number(options, "num_threads", num_threads)
     made: List[Comparison] = []
     raised: List[BaseException] = []
+    interrupted = threading.Event()
 
     def take(line: Any, _: Any) -> bool:
         try:
             made.append(_comparison(line.contents))
             if report is not None:
                 report(made[-1])
-            return True
+            return not interrupted.is_set()
         except BaseException as error:  # noqa: B902: whatever it is, it is raised below
             raised.append(error)
             return False
 
-    code = library.xserv_self_test(byref(options), _Callback(take), None)
+    done = threading.Event()
+    _process.begin(done, interrupted.set, calls_python=True)
+    try:
+        code = library.xserv_self_test(byref(options), _Callback(take), None)
+    finally:
+        _process.end(done)
     if raised:
         raise raised[0]
     check(code)
