@@ -9,6 +9,7 @@ use super::batch_builder::Part;
 use super::inbox::{Inbox, Message};
 use super::prompt_log_probs::{PromptPiece, EMPTY};
 use super::request::FinishReason;
+use super::sampler::not_finite;
 use super::score_call::ScoreCall;
 use super::sequence::{Entry, NewSequence};
 use super::step_resources::StepResources;
@@ -225,7 +226,14 @@ impl Worker {
                 let split_top =
                     top.split_at_checked(rows.len().saturating_mul(num_top)).ok_or_else(wrong)?;
                 (scores, top) = (split.1, split_top.1);
-                if let Err(error) = work.tell(rows.start, split.0, split_top.0, num_top) {
+                // Those of logits that are finite are so too.
+                let are_finite = split.0.iter().all(|score| score.log_prob.is_finite());
+                let told = if are_finite {
+                    work.tell(rows.start, split.0, split_top.0, num_top)
+                } else {
+                    Err(not_finite())
+                };
+                if let Err(error) = told {
                     // The others have theirs.
                     active.chosen = Some(Err(error));
                 }

@@ -11,6 +11,7 @@ use crate::batching::{idle, tokens, PATIENCE};
 use crate::choosing::log_softmax;
 use crate::client::*;
 use crate::cuda::whole_cuda;
+use crate::files::{Store, TestModel};
 use crate::load_options::slow_model;
 
 const CONTEXT: usize = 200;
@@ -47,6 +48,23 @@ fn score_with(
 
 fn score(model: &Model, ids: &[u32], num_given: usize) -> Vec<(f32, u32)> {
     score_with(model, ids, num_given, ptr::null()).unwrap()
+}
+
+/// Weights that make no numbers are told as generation tells them, to scores and to prompts alike.
+#[test]
+fn logits_that_are_no_numbers_are_an_error() {
+    let mut model = TestModel::qwen3(1);
+    let norm = model.tensors.iter_mut().find(|tensor| tensor.name == "model.norm.weight");
+    norm.unwrap().values[0] = f32::NAN;
+    let folder = model.write(Store::F32);
+    let model = Model::open(folder.path());
+    let scored = score_with(&model, &[1, 2, 3], 1, ptr::null()).unwrap_err();
+    let generated = model.generate(&greedy(&[1, 2, 3], 1)).map(|output| output.ids).unwrap_err();
+    assert_eq!(scored.status, xserv_status::XSERV_STATUS_INVALID_FILE);
+    assert_eq!((scored.status, &scored.message), (generated.status, &generated.message));
+    let request = xserv_request { num_prompt_log_probs: 0, ..greedy(&[1, 2, 3], 1) };
+    let prompt = model.generate(&request).map(|output| output.ids).unwrap_err();
+    assert_eq!(prompt.message, scored.message);
 }
 
 /// As long a text as the context holds: of any tokens, then of those that the model generates, then of any.
