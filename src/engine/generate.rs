@@ -182,7 +182,7 @@ impl Engine {
         let mut rules = TextRules {
             tokenizer,
             skip_special: request.skip_special,
-            continues: !matches!(&request.prompt, Prompt::Chat(_) | Prompt::Text { text: "", .. }),
+            after: None,
             stop_strings: &request.stop_strings,
             answer: None,
         };
@@ -205,6 +205,8 @@ impl Engine {
                 ids => (ids?, None),
             },
         };
+        let continues = !matches!(&request.prompt, Prompt::Chat(_) | Prompt::Text { text: "", .. });
+        rules.after = continues.then_some(ids.as_slice());
         rules.answer = self.answer_rules(request, &ids)?;
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
         if request.min_tokens as usize > max_new {

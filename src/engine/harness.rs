@@ -127,7 +127,7 @@ impl Harness {
         let rules = TextRules {
             tokenizer: None,
             skip_special: true,
-            continues: false,
+            after: None,
             stop_strings: &[],
             answer: None,
         };

@@ -125,8 +125,8 @@ pub(super) struct TextRules<'a> {
     /// `None`: there is no text.
     pub tokenizer: Option<&'a Arc<Tokenizer>>,
     pub skip_special: bool,
-    /// Whether the text goes on with that of the prompt, or is an answer of its own.
-    pub continues: bool,
+    /// The prompt, if the text goes on with that of the prompt, and is no answer of its own.
+    pub after: Option<&'a [u32]>,
     pub stop_strings: &'a [&'a str],
     /// The rules by which answers are taken apart, if they are.
     pub answer: Option<AnswerRules>,
@@ -145,10 +145,9 @@ impl TextOutput {
         let stop = StopMatcher::new(rules.stop_strings)?;
         let new = |tokenizer: &Arc<_>| {
             let tokenizer = Arc::clone(tokenizer);
-            if rules.continues {
-                Detokenizer::continuing(tokenizer, rules.skip_special)
-            } else {
-                Detokenizer::new(tokenizer, rules.skip_special)
+            match rules.after {
+                Some(prompt) => Detokenizer::continuing(tokenizer, rules.skip_special, prompt),
+                None => Ok(Detokenizer::new(tokenizer, rules.skip_special)),
             }
         };
         let answer = match (&rules.answer, rules.tokenizer) {
@@ -161,7 +160,8 @@ impl TextOutput {
             }
             _ => None,
         };
-        Ok(TextOutput { detokenizer: rules.tokenizer.map(new), stop, text: String::new(), answer })
+        let detokenizer = rules.tokenizer.map(new).transpose()?;
+        Ok(TextOutput { detokenizer, stop, text: String::new(), answer })
     }
 
     fn append(&mut self, piece: &str) -> Result<()> {

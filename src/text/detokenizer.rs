@@ -2,12 +2,15 @@
 
 use super::token_bytes::ByteText;
 use super::tokenizer::Tokenizer;
-use crate::error::{Error, Result};
+use crate::error::{try_with_capacity, Error, Result};
 use std::sync::Arc;
 
 /// After this many tokens without a whole character, the bytes that a decoder without a table of
 /// bytes calls invalid are accepted as invalid. A character has at most four.
 const MAX_PENDING_TOKENS: usize = 16;
+
+/// The tokens of a prompt that the first one after it is decoded with: those of a character, and so the last one.
+const NUM_NEIGHBOURS: usize = 4;
 
 /// Turns the tokens of one generation into pieces of text.
 ///
@@ -47,11 +50,30 @@ impl Detokenizer {
         }
     }
 
-    /// Makes a detokenizer for tokens that go on with a text, as those do that complete a prompt: where
-    /// [`Detokenizer::new`] leaves out the space before the first word of a text, this one keeps it.
-    /// Vocabularies that do not stand for bytes are treated alike.
-    pub fn continuing(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
-        Detokenizer { text: ByteText::continuing(), ..Self::new(tokenizer, skip_special_tokens) }
+    /// Makes a detokenizer for tokens that go on with a text, as those do that complete a prompt of the
+    /// tokens `before`: where [`Detokenizer::new`] leaves out the space before the first word of a text, this
+    /// one keeps it.
+    pub fn continuing(
+        tokenizer: Arc<Tokenizer>,
+        skip_special_tokens: bool,
+        before: &[u32],
+    ) -> Result<Self> {
+        let mut made = Self::new(tokenizer, skip_special_tokens);
+        if made.tokenizer.byte_table().is_some() {
+            made.text = ByteText::continuing();
+            return Ok(made);
+        }
+        // Those that this decoder may look at, as if they had been shown just now.
+        let is_shown = |id: &u32| {
+            !(skip_special_tokens && made.tokenizer.is_special(*id))
+                && made.tokenizer.id_to_token(*id).is_some()
+        };
+        let mut window: Vec<u32> = try_with_capacity(NUM_NEIGHBOURS, "tokens")?;
+        window.extend(before.iter().copied().rev().filter(is_shown).take(NUM_NEIGHBOURS));
+        window.reverse();
+        made.num_shown = window.len();
+        made.window = window;
+        Ok(made)
     }
 
     /// Returns the tokenizer.

@@ -87,16 +87,42 @@ fn the_first_space_is_left_out_once() {
 #[test]
 fn a_text_that_goes_on_keeps_its_first_space() {
     let tokenizer = byte_fallback();
-    let mut detokenizer = Detokenizer::continuing(Arc::clone(&tokenizer), false);
+    let mut detokenizer = Detokenizer::continuing(Arc::clone(&tokenizer), false, &[303]).unwrap();
     assert_eq!(detokenizer.push(304).unwrap(), " hi");
     assert_eq!(detokenizer.push(304).unwrap(), " hi");
     assert_eq!(detokenizer.finish().unwrap(), "");
     // Tokens of the byte level have no such space.
     let bytes = super::support::tokenizer(&own("text"));
     let ids = bytes.encode(" hi there", false, true).unwrap();
-    let mut detokenizer = Detokenizer::continuing(bytes, false);
+    let mut detokenizer = Detokenizer::continuing(bytes, false, &[]).unwrap();
     let text: String = ids.iter().map(|id| detokenizer.push(*id).unwrap()).collect();
     assert_eq!(text, " hi there");
+}
+
+/// Decoders that look at neighbours see the last tokens of the prompt.
+#[test]
+fn the_first_space_is_kept_by_other_decoders() {
+    for (decoder, tokens, whole) in [
+        (
+            json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}),
+            [303, 304],
+            "hi hi",
+        ),
+        (json!({"type": "WordPiece", "prefix": "##", "cleanup": true}), [303, 302], "hi i"),
+        (json!({"type": "BPEDecoder", "suffix": "▁"}), [300, 303], " hi"),
+    ] {
+        let tokenizer = sentence_pieces(decoder.clone());
+        for skip in [false, true] {
+            let before = tokenizer.decode(&tokens[..1], skip).unwrap();
+            let mut detokenizer =
+                Detokenizer::continuing(Arc::clone(&tokenizer), skip, &tokens[..1]).unwrap();
+            let mut text = before;
+            text += &detokenizer.push(tokens[1]).unwrap();
+            text += &detokenizer.finish().unwrap();
+            assert_eq!(tokenizer.decode(&tokens, skip).unwrap(), text, "{decoder}");
+            assert_eq!(text, whole, "{decoder}");
+        }
+    }
 }
 
 /// A stop string that begins in the middle of a token and ends in byte tokens.
