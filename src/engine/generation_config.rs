@@ -24,7 +24,7 @@ pub struct GenerationConfig {
 }
 
 /// Fields of Transformers that change the output, and the values of them that change nothing.
-const NOT_IMPLEMENTED: [(&str, &[&str]); 10] = [
+const NOT_IMPLEMENTED: [(&str, &[&str]); 17] = [
     ("num_beams", &["1"]),
     ("min_length", &["0"]),
     ("min_new_tokens", &["0"]),
@@ -35,6 +35,14 @@ const NOT_IMPLEMENTED: [(&str, &[&str]); 10] = [
     ("begin_suppress_tokens", &["[]"]),
     ("bad_words_ids", &["[]"]),
     ("sequence_bias", &["{}"]),
+    ("forced_bos_token_id", &[]),
+    ("forced_eos_token_id", &["[]"]),
+    ("exponential_decay_length_penalty", &[]),
+    ("stop_strings", &["[]"]),
+    ("guidance_scale", &["1.0", "1"]),
+    ("encoder_repetition_penalty", &["1.0", "1"]),
+    // Of prompt and answer together. 20 is its default.
+    ("max_length", &["20"]),
 ];
 
 /// The most end tokens that are taken from a file.
@@ -76,6 +84,9 @@ impl GenerationConfig {
             Some(value) => !neutral.contains(&value.to_string().as_str()),
         };
         self.ignored = NOT_IMPLEMENTED.iter().filter(|f| is_set(f)).map(|f| f.0).collect();
+        if self.max_new_tokens.is_some() {
+            self.ignored.retain(|&name| name != "max_length"); // as in Transformers
+        }
         Ok(())
     }
 }
@@ -129,6 +140,17 @@ mod tests {
         let config =
             parse(r#"{"num_beams": 4, "typical_p": 1.0, "bad_words_ids": [[5]]}"#).unwrap();
         assert_eq!(config.ignored, ["num_beams", "bad_words_ids"]);
+        let config = parse(
+            r#"{"forced_eos_token_id": 5, "forced_bos_token_id": 7, "stop_strings": ["x"], "guidance_scale": 2.0,
+                "exponential_decay_length_penalty": [1, 1.5], "encoder_repetition_penalty": 2.0, "max_length": 5}"#,
+        );
+        let ignored = config.unwrap().ignored;
+        assert_eq!(ignored.len(), 7, "{ignored:?}");
+        let config = parse(
+            r#"{"forced_eos_token_id": null, "stop_strings": [], "guidance_scale": 1.0, "max_length": 20,
+                "encoder_repetition_penalty": 1.0}"#,
+        );
+        assert!(config.unwrap().ignored.is_empty());
         assert_eq!(parse("{}").unwrap().eos_token_ids, [7]);
     }
 
