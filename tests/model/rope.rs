@@ -92,16 +92,19 @@ fn yarn_as_qwen3_documents_it() {
 
 #[test]
 fn every_parameter_of_yarn_counts() {
-    let scaling = json!({
-        "type": "yarn", "factor": 8, "original_max_position_embeddings": 4096, "beta_fast": 16,
-        "beta_slow": 2.5, "truncate": false, "attention_factor": 1.25
-    });
-    let (rope, context) = rope(scaling).expect("valid");
-    assert_close(
-        &rope.inv_freq(128).expect("room"),
-        &yarn_f64(128, 1e6, 8.0, 4096.0, (16.0, 2.5), false),
-    );
-    assert_eq!((rope.attention_scaling(), context), (1.25, 40960));
+    // Transformers takes null for false here, and for absent elsewhere.
+    for truncate in [json!(false), Value::Null] {
+        let scaling = json!({
+            "type": "yarn", "factor": 8, "original_max_position_embeddings": 4096, "beta_fast": 16,
+            "beta_slow": 2.5, "truncate": truncate, "attention_factor": 1.25
+        });
+        let (rope, context) = rope(scaling).expect("valid");
+        assert_close(
+            &rope.inv_freq(128).expect("room"),
+            &yarn_f64(128, 1e6, 8.0, 4096.0, (16.0, 2.5), false),
+        );
+        assert_eq!((rope.attention_scaling(), context), (1.25, 40960));
+    }
 }
 
 #[test]

@@ -296,7 +296,8 @@ impl YarnConfig {
             beta_fast,
             beta_slow,
             attention_factor,
-            truncate: rope.flag("truncate", true)?,
+            // A null counts as false there.
+            truncate: rope.flag("truncate", !rope.has("truncate"))?,
         })
     }
 
