@@ -13,6 +13,9 @@ use crate::text::{
 /// The tokenizer in Mistral's own format, the only one that some of its folders have.
 const TEKKEN_FILE: &str = "tekken.json";
 
+/// The folder of a model's further chat templates.
+const MORE_TEMPLATES: &str = "additional_chat_templates";
+
 /// Returns the folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json;
 /// [`ErrorKind::Unsupported`] if it has the tokenizer in another form.
 pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
@@ -27,7 +30,8 @@ pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
         return Err(Error::new(ErrorKind::NotFound, "the folder has no tokenizer.json"));
     };
     let config = read_tokenizer_config(folder)?;
-    Tokenizer::from_bytes(&json, config.as_deref())
+    let map = folder.read_optional_file("special_tokens_map.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    Tokenizer::from_files(&json, config.as_deref(), map.as_deref())
 }
 
 /// Whether the folder has a tokenizer. One that is damaged or not supported is an error, as in a
@@ -80,7 +84,14 @@ fn borrowed(file: &Result<Option<Vec<u8>>>) -> Result<Option<&[u8]>> {
 /// Returns the template beside a tokenizer_config.json.
 fn chat_template(folder: &Folder, config: Result<Option<&[u8]>>) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
-    ChatTemplate::from_files(config?, jinja.as_deref())
+    // Its other templates are for callers of Transformers that name them.
+    let tool_use = match folder.subfolder(MORE_TEMPLATES)? {
+        Some(more) => more
+            .read_optional_file("tool_use.jinja", MAX_TEMPLATE_BYTES)
+            .context(|| MORE_TEMPLATES)?,
+        None => None,
+    };
+    ChatTemplate::from_files(config?, jinja.as_deref(), tool_use.as_deref())
 }
 
 /// Distinguishes errors that say something about the folder from others, which fail the whole call.

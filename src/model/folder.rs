@@ -105,6 +105,14 @@ impl Folder {
         found(self.path.join(name).symlink_metadata(), &shown_name(name)).map(|is| is.is_some())
     }
 
+    /// Returns the folder `name` in this one, if there is one. Its files may be links to where
+    /// those of this one may be.
+    pub fn subfolder(&self, name: &str) -> Result<Option<Folder>> {
+        check_file_name(name)?;
+        let path = self.path.join(name);
+        Ok(is_folder(&path)?.then(|| Folder { path, roots: self.roots.clone() }))
+    }
+
     /// Returns the names in the folder that are UTF-8, in order, at most `limit` of them: for
     /// messages. None where the folder cannot be listed.
     pub fn some_names(&self, limit: usize) -> Vec<String> {

@@ -13,6 +13,9 @@ use serde_json::{Map, Value};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+/// The template for conversations with tools, as Transformers saves it.
+const TOOL_USE_FILE: &str = "additional_chat_templates/tool_use.jinja";
+
 /// A compiled-and-checked chat template, or the pair of them that some models have.
 ///
 /// Calls take `&self`; several threads may render at the same time. The first rendering begins a thread
@@ -36,8 +39,7 @@ pub struct ChatInput<'a> {
     pub variables: Option<&'a Map<String, Value>>,
     /// Whether to end with the opening of the model's answer.
     pub add_generation_prompt: bool,
-    /// The special tokens, which templates see as `bos_token`, `eos_token`, `pad_token` and
-    /// `unk_token`, where set.
+    /// The special tokens, which templates see as `bos_token`, `eos_token` and so on, where set.
     pub special_tokens: &'a SpecialTokens,
 }
 
@@ -49,19 +51,37 @@ impl ChatTemplate {
 
     /// Makes the template of a model folder, from the contents of `chat_template.jinja`, which
     /// takes precedence, and `tokenizer_config.json`, whose `chat_template` is a string or a list
-    /// of named templates. `None` if neither has one.
+    /// of named templates; and of `additional_chat_templates/tool_use.jinja`, which is used when tools are given,
+    /// in place of one of that name in the list. `None` if there is none.
     pub fn from_files(
         tokenizer_config_json: Option<&[u8]>,
         chat_template_jinja: Option<&[u8]>,
+        tool_use_jinja: Option<&[u8]>,
     ) -> Result<Option<Self>> {
-        if let Some(bytes) = chat_template_jinja {
-            let source = std::str::from_utf8(bytes)
-                .map_err(|_| Error::invalid_file("chat_template.jinja is not valid UTF-8"))?;
-            return Self::compile(source).context(|| "chat_template.jinja").map(Some);
+        let mut found = match chat_template_jinja {
+            Some(bytes) => Some(Self::from_file(bytes, "chat_template.jinja")?),
+            None => {
+                let config = tokenizer_config_json.map(parse_config).transpose()?;
+                let value = config.as_ref().and_then(|config| config.get("chat_template"));
+                Self::from_value(value).context(|| "tokenizer_config.json")?
+            }
+        };
+        if let Some(bytes) = tool_use_jinja {
+            let ChatTemplate { default, .. } = Self::from_file(bytes, TOOL_USE_FILE)?;
+            let tool_use = Some(default.clone());
+            match &mut found {
+                Some(found) => found.tool_use = tool_use,
+                // As in a list that has no other.
+                None => found = Some(ChatTemplate { default, tool_use }),
+            }
         }
-        let Some(config) = tokenizer_config_json else { return Ok(None) };
-        let config = parse_config(config)?;
-        Self::from_value(config.get("chat_template")).context(|| "tokenizer_config.json")
+        Ok(found)
+    }
+
+    fn from_file(bytes: &[u8], name: &str) -> Result<Self> {
+        let source = std::str::from_utf8(bytes)
+            .map_err(|_| Error::invalid_file(format!("{name} is not valid UTF-8")))?;
+        Self::compile(source).context(|| name)
     }
 
     fn from_value(value: Option<&Value>) -> Result<Option<Self>> {
@@ -169,13 +189,7 @@ impl ChatTemplate {
         };
         let tokens = input.special_tokens;
         let null = Value::Null;
-        let mut variables: Variables<'_> = vec![
-            ("messages", Variable::Json(input.messages)),
-            // Transformers passes None, so that `tools is not none` works.
-            ("tools", Variable::Json(tools.unwrap_or(&null))),
-            ("documents", Variable::Json(&null)),
-            ("add_generation_prompt", Variable::Flag(input.add_generation_prompt)),
-        ];
+        let mut variables: Variables<'_> = Vec::new();
         for (name, token) in [
             ("bos_token", &tokens.bos),
             ("eos_token", &tokens.eos),
@@ -186,6 +200,17 @@ impl ChatTemplate {
                 variables.push((name, Variable::Text(token)));
             }
         }
+        variables.extend(
+            tokens.others.iter().map(|(name, token)| (name.as_str(), Variable::Text(token))),
+        );
+        // A model may have given a token one of these names, and they come last.
+        variables.extend([
+            ("messages", Variable::Json(input.messages)),
+            // Transformers passes None, so that `tools is not none` works.
+            ("tools", Variable::Json(tools.unwrap_or(&null))),
+            ("documents", Variable::Json(&null)),
+            ("add_generation_prompt", Variable::Flag(input.add_generation_prompt)),
+        ]);
         for (name, value) in input.variables.into_iter().flatten() {
             check_size("template variables", value)?;
             if !is_identifier(name) {

@@ -111,10 +111,16 @@ impl Tokenizer {
     /// Builds a tokenizer from the contents of `tokenizer.json` and, for the names of the special
     /// tokens, `tokenizer_config.json`.
     pub fn from_bytes(json: &[u8], config_json: Option<&[u8]>) -> Result<Self> {
-        let special_tokens = match config_json {
-            Some(config) => SpecialTokens::from_config(config)?,
-            None => SpecialTokens::default(),
-        };
+        Self::from_files(json, config_json, None)
+    }
+
+    /// As [`Tokenizer::from_bytes`], with the contents of `special_tokens_map.json` too.
+    pub fn from_files(
+        json: &[u8],
+        config_json: Option<&[u8]>,
+        special_tokens_map_json: Option<&[u8]>,
+    ) -> Result<Self> {
+        let special_tokens = SpecialTokens::from_files(config_json, special_tokens_map_json)?;
         guarded(ErrorKind::InvalidFile, "it makes the tokenizer fail", || {
             let room = json.len().saturating_mul(ROOM_PER_FILE_BYTE);
             check_room(room.saturating_add(ROOM_FOR_PARTS), "the tokenizer")?;

@@ -48,6 +48,7 @@ mod self_test;
 mod soak;
 mod structs;
 mod symbols;
+mod template_files;
 mod threads;
 mod tool_choice;
 mod wakers;

@@ -8,7 +8,7 @@ use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
 
 fn template(folder: &Path) -> ChatTemplate {
     let config = std::fs::read(folder.join("tokenizer_config.json")).unwrap();
-    ChatTemplate::from_files(Some(&config), None).unwrap().unwrap()
+    ChatTemplate::from_files(Some(&config), None, None).unwrap().unwrap()
 }
 
 #[test]

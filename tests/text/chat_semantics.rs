@@ -31,7 +31,7 @@ fn render(source: &str) -> String {
 fn the_jinja_file_wins() {
     let config = br#"{"chat_template": "config"}"#;
     let of = |config: Option<&[u8]>, file: Option<&[u8]>| {
-        ChatTemplate::from_files(config, file).map(|t| t.map(|t| render_with(&t, None)))
+        ChatTemplate::from_files(config, file, None).map(|t| t.map(|t| render_with(&t, None)))
     };
     assert_eq!(of(Some(config), Some(b"file")).unwrap().as_deref(), Some("file"));
     assert_eq!(of(Some(config), None).unwrap().as_deref(), Some("config"));
@@ -47,19 +47,33 @@ fn the_jinja_file_wins() {
 }
 
 #[test]
+fn a_file_for_tools() {
+    let of = |config: Option<&[u8]>, file: Option<&[u8]>| {
+        let template =
+            ChatTemplate::from_files(config, file, Some(b"with tools")).unwrap().unwrap();
+        [None, Some(&json!([{}]))].map(|tools| render_with(&template, tools))
+    };
+    let config = br#"{"chat_template": [{"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "another"}]}"#;
+    assert_eq!(of(None, Some(b"plain")), ["plain", "with tools"]);
+    assert_eq!(of(Some(config), None), ["plain", "with tools"]);
+    assert_eq!(of(None, None), ["with tools", "with tools"]);
+}
+
+#[test]
 fn named_templates() {
     let config = br#"{"chat_template": [{"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with {{ tools | length }}"}, {"name": "rag"}]}"#;
-    let template = ChatTemplate::from_files(Some(config), None).unwrap().unwrap();
+    let template = ChatTemplate::from_files(Some(config), None, None).unwrap().unwrap();
     assert_eq!(render_with(&template, None), "plain");
     assert_eq!(render_with(&template, Some(&json!([]))), "plain");
     assert_eq!(render_with(&template, Some(&json!([{"a": 1}, {}]))), "with 2");
     let none = br#"{"chat_template": [{"name": "rag", "template": "x"}]}"#;
-    let error = ChatTemplate::from_files(Some(none), None).unwrap_err();
+    let error = ChatTemplate::from_files(Some(none), None, None).unwrap_err();
     assert!(error.message().contains("without a template named \"default\""), "{error}");
     let broken = br#"{"chat_template": [{"name": "default", "template": "x"},
         {"name": "tool_use", "template": "{% for %}"}]}"#;
-    assert!(ChatTemplate::from_files(Some(broken), None).is_err());
+    assert!(ChatTemplate::from_files(Some(broken), None, None).is_err());
 }
 
 #[test]
@@ -101,6 +115,25 @@ fn special_tokens_are_variables() {
     assert_eq!(tokens.bos.as_deref(), Some("<s>"));
     assert_eq!(tokens.eos.as_deref(), Some("</s>"));
     assert_eq!((tokens.pad, tokens.unk), (None, None));
+}
+
+/// All special tokens that have a name, which a model may make up.
+#[test]
+fn named_special_tokens_are_variables() {
+    let config = br#"{"sep_token": "[SEP]", "cls_token": {"content": "[CLS]"}, "mask_token": null, "a_token": "[A]",
+        "split_token": true, "extra_special_tokens": {"image_token": "[IMG]", "messages": "[M]", "wrong": 5}}"#;
+    let special_tokens = SpecialTokens::from_config(config).unwrap();
+    let source = "{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ a_token }}{{ split_token }}\
+        {{ image_token }}{{ wrong }}{{ messages | length }}";
+    let text = ChatTemplate::compile(source).unwrap().render(&ChatInput {
+        messages: &json!([{"role": "user", "content": "Hi"}]),
+        tools: None,
+        variables: None,
+        add_generation_prompt: false,
+        special_tokens: &special_tokens,
+    });
+    assert_eq!(text.unwrap(), "[SEP][CLS][A][IMG]1");
+    assert!(SpecialTokens::from_config(br#"{"sep_token": 5}"#).is_err());
 }
 
 #[test]

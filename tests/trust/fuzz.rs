@@ -172,7 +172,7 @@ fn settings(input: &[u8]) -> Outcome {
     assert!(numbers.into_iter().flatten().all(f32::is_finite), "{read:?}");
     assert!(read.eos_token_ids.iter().all(|id| *id < 2048), "{read:?}");
     SpecialTokens::from_config(tokenizer)?;
-    ChatTemplate::from_files(Some(tokenizer), None)?;
+    ChatTemplate::from_files(Some(tokenizer), None, None)?;
     Ok(String::new())
 }
 
