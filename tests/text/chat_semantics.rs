@@ -46,6 +46,14 @@ fn the_jinja_file_wins() {
     assert!(of(Some(br#"{"chat_template": 5}"#), None).is_err());
 }
 
+/// Jinja has `\n` for every line break of a source, and takes the first after a tag away.
+#[test]
+fn line_breaks_of_other_systems() {
+    let source = "a\r\n{% if true %}\r\n  b\r{% endif %}\rc{{ 'd\r\ne' }}\r\n";
+    assert_eq!(render(source), "a\n  b\ncd\ne");
+    assert_eq!(render("{{ 'a\\r\\nb' }}"), "a\r\nb");
+}
+
 #[test]
 fn a_file_for_tools() {
     let of = |config: Option<&[u8]>, file: Option<&[u8]>| {
@@ -134,6 +142,53 @@ fn named_special_tokens_are_variables() {
     });
     assert_eq!(text.unwrap(), "[SEP][CLS][A][IMG]1");
     assert!(SpecialTokens::from_config(br#"{"sep_token": 5}"#).is_err());
+}
+
+/// What Jinja gives for methods, operators and literals, on texts that are not plain.
+#[test]
+fn python_has_its_own_ways() {
+    for (source, wanted) in [
+        (r"{{ '\U0001f600\a\v\0'|tojson }}", "\"😀\\u0007\\u000b\\u0000\""),
+        (r"{{ 'a\/b\U00000027' }}", r"a\/b'"),
+        (r"{{ {'a': {'b': '\U0001f600'}}.a.b }}", "😀"),
+        (r"{% raw %}{{ '\a' }}{% endraw %}{# '\N #}", r"{{ '\a' }}"),
+        (r"{{ 'a\rb\x0bc\x1cd\x85e\u2028f\r\ng\n'.splitlines()|join('|') }}", "a|b|c|d|e|f|g"),
+        (r"{{ 'a\r\nb'.splitlines(true)|tojson }}", r#"["a\r\n", "b"]"#),
+        (r"[{{ '\x1c a\x1f\x1d'.strip() }}{{ '\x1ea'|trim }}]{{ 'a\x1cb'.split()|length }}", "[aa]2"),
+        (r#"{{ "it's a dog's".title() }}"#, "It'S A Dog'S"),
+        (r"{{ 'abcab'.find('b', 2) }}{{ 'äb'.find('b') }}{{ 'ab'.find('c') }}{{ 'ab'.rindex('b') }}", "41-11"),
+        ("{{ '%s-%5.2f|%-4d|%03d%%' % ('a', 2.5, 7, -5) }}", "a- 2.50|7   |-05%"),
+        ("{{ '%(a)s %(b)r' % {'a': 1, 'b': 'x'} }}{{ '%s' % none }}{{ '%x' % 255 }}", "1 'x'Noneff"),
+        ("{{ '%s and %s'|format('a', 'b') }}{{ '%(n)d'|format(n=3) }}", "a and b3"),
+        ("{{ 'one two_3, four'|wordcount }}", "3"),
+        ("{{ 'one two three'|truncate(8, leeway=0) }}{{ 'one two'|truncate(5) }}", "one...one two"),
+        ("{{ 'one two three'|truncate(9, true, '~', 0) }}", "one two ~"),
+        ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.current }}{{ c.next() }}{{ c.next() }}", "abba"),
+        ("{% set j = joiner('|') %}{% for x in 'abc' %}{{ j() }}{{ x }}{% endfor %}", "a|b|c"),
+        ("{{ range is callable }}{{ messages is callable }}{{ 'x' is callable }}", "TrueFalseFalse"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{%- endgeneration %}{{ x }}", "21"),
+        ("{{ 'b' < 'c' }}{{ 2 >= 2.0 }}{{ 1 in [1] }}{{ 'b' not in 'abc' }}{{ 1 < 2 < 3 }}", "TrueTrueTrueFalseTrue"),
+        ("{{ 'role' in messages[0] }}{{ 'x' in missing }}", "TrueFalse"),
+    ] {
+        assert_eq!(render(source), wanted, "{source}");
+    }
+    for (source, words) in [
+        ("{% set n = none %}{{ n < 1 }}", "< is not defined"),
+        ("{% set a = 'a' %}{{ a < 1 }}", "< is not defined"),
+        ("{{ missing > 1 }}", "undefined"),
+        ("{% set n = none %}{{ n in 'None' }}", "in is not defined"),
+        ("{% set n = none %}{{ 'a' in n }}", "in is not defined"),
+        ("{{ none|list }}", "none is not iterable"),
+        ("{{ none|join }}", "none is not iterable"),
+        ("{{ '%s %s' % 'a' }}", "fewer values"),
+        ("{{ '%s' % (1, 2) }}", "more values"),
+        ("{{ '%d' % 'a' }}", "%d needs a number"),
+        ("{{ '%9999d' % 1 }}", "over 1000"),
+        ("{{ 'a'.index('b') }}", "does not contain"),
+        (r"{{ '\N{BULLET}' }}", r"a string has \N"),
+    ] {
+        assert!(render(source).contains(words), "{source}: {}", render(source));
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Compiles a template, and runs what was compiled.
 
 use super::budget::{Budget, NoMemory, MAX_OUTPUT_BYTES};
-use super::{filters, functions, methods, operators, rewrite};
+use super::{filters, functions, methods, operators, rewrite, source};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::text::shortened;
 use minijinja::machinery::{eval, make_string_output, parse, CodeGenerator, Instructions};
@@ -47,7 +47,7 @@ pub(super) fn compile_and<T>(
         ));
     }
     check_room(source.len().saturating_mul(ROOM_PER_SOURCE_BYTE), "the chat template")?;
-    let source = rewrite::without_generation_tags(source);
+    let source = source::prepared(source)?;
     // These are the settings of Transformers' `_compile_jinja_template`
     // (utils/chat_template_utils.py).
     let syntax = SyntaxConfig::builder()

@@ -2,15 +2,18 @@
 //!
 //! A filter is written here if its result can be much larger than the input; the others are
 //! minijinja's own, called after a price has been paid: the walk through their arguments, or the
-//! number of elements. Filters that chat templates never use are left out (`format`, `pprint`,
-//! `urlencode`, `zip`, ...).
+//! number of elements. Filters that chat templates never use are left out (`pprint`, `urlencode`,
+//! `zip`, ...).
 
 use super::budget::{fail, Budget, Text};
+use super::cycle::Cycler;
 use super::json::{write_json, JsonStyle};
 use super::methods::{replace, strip, Side};
+use super::namespace::Namespace;
 use super::operators::{add_filter, arg, is_list, split_args, to_list, Native};
+use super::percent::percent;
 use super::values::{to_text, write_text};
-use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
+use minijinja::value::{Rest, Tuple, Value, ValueKind, ValueOrKwargs};
 use minijinja::{filters as native, tests as native_tests, Environment, Error, State};
 use std::sync::Arc;
 
@@ -26,7 +29,7 @@ enum Price {
 }
 
 pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
-    let own: [(&'static str, Native); 21] = [
+    let own: [(&'static str, Native); 24] = [
         ("default", |_, _, args| default(args)),
         ("d", |_, _, args| default(args)),
         ("int", |budget, _, args| number(budget, args, true)),
@@ -59,6 +62,14 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
             strip(budget, &text, args.get(1), Side::Both)
         }),
         ("indent", |budget, _, args| indent(budget, args)),
+        ("format", |budget, _, args| format(budget, args)),
+        ("truncate", |budget, _, args| truncate(budget, args)),
+        ("wordcount", |budget, _, args| {
+            let text = to_text(budget, arg(args, 0)?)?;
+            budget.bytes(text.len())?;
+            let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+            Ok(Value::from(words.filter(|word| !word.is_empty()).count()))
+        }),
         ("sum", |budget, state, args| sum(budget, state, args)),
         ("batch", |budget, state, args| {
             chunks(budget, state, args, Value::from_function(native::batch))
@@ -146,6 +157,7 @@ fn register_tests(env: &mut Environment<'static>, budget: &Arc<Budget>) {
         ("sequence", Flat, Value::from_function(is_sequence)),
         ("iterable", Flat, Value::from_function(is_iterable)),
         ("mapping", Flat, Value::from_function(native_tests::is_mapping)),
+        ("callable", Flat, Value::from_function(is_callable)),
         ("sameas", Flat, Value::from_function(native_tests::is_sameas)),
         ("true", Flat, Value::from_function(native_tests::is_true)),
         ("false", Flat, Value::from_function(native_tests::is_false)),
@@ -218,6 +230,13 @@ fn is_sequence(value: &Value) -> bool {
         value.kind(),
         ValueKind::Seq | ValueKind::Iterable | ValueKind::String | ValueKind::Map
     )
+}
+
+/// Whether a value can be called: functions, macros and joiners.
+fn is_callable(value: &Value) -> bool {
+    value.kind() == ValueKind::Plain
+        && value.downcast_object_ref::<Namespace>().is_none()
+        && value.downcast_object_ref::<Cycler>().is_none()
 }
 
 /// Whether a value is iterable, as in Jinja2, where undefined is iterable as well.
@@ -361,6 +380,64 @@ fn escape(budget: &Budget, value: &Value) -> Result<Value, Error> {
         }
     }
     budget.string(text.into_string())
+}
+
+/// Implements `format(value, *args, **kwargs)`, which is `value % args`.
+fn format(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
+    let (positional, kwargs) = split_args(args)?;
+    let format = to_text(budget, arg(positional, 0)?)?;
+    let values = positional.get(1..).unwrap_or_default();
+    let names: Vec<String> = kwargs.args().map(str::to_owned).collect();
+    if names.is_empty() {
+        return percent(budget, &format, &Value::from(Tuple::new(values.to_vec())));
+    }
+    if !values.is_empty() {
+        return Err(fail("format: values with and without names"));
+    }
+    let mut named = Vec::with_capacity(names.len());
+    for name in names {
+        let value = kwargs.get::<Value>(&name)?;
+        named.push((name, value));
+    }
+    percent(budget, &format, &Value::from_pairs(named))
+}
+
+/// Implements `truncate(s, length=255, killwords=False, end='...', leeway=5)`.
+fn truncate(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
+    let (positional, kwargs) = split_args(args)?;
+    let option = |name: &str, index: usize| match positional.get(index) {
+        Some(value) => Ok(Some(value.clone())),
+        None => kwargs.get::<Option<Value>>(name),
+    };
+    let number = |name: &str, index: usize, default: usize| match option(name, index)? {
+        Some(value) if !value.is_none() => value
+            .as_usize()
+            .ok_or_else(|| fail(format!("truncate: {name} must be a whole number, 0 or more"))),
+        _ => Ok::<_, Error>(default),
+    };
+    let text = to_text(budget, arg(positional, 0)?)?;
+    let (length, leeway) = (number("length", 1, 255)?, number("leeway", 4, 5)?);
+    let kills_words = option("killwords", 2)?.is_some_and(|value| value.is_true());
+    let end = match option("end", 3)? {
+        Some(end) => to_text(budget, &end)?,
+        None => "...".to_owned(),
+    };
+    budget.bytes(text.len())?;
+    if text.chars().count() <= length.saturating_add(leeway) {
+        return budget.string(text);
+    }
+    let kept = length
+        .checked_sub(end.chars().count())
+        .ok_or_else(|| fail("truncate: the end is longer than the length"))?;
+    let at = text.char_indices().nth(kept).map_or(text.len(), |(at, _)| at);
+    let mut kept = text.get(..at).unwrap_or_default();
+    if !kills_words {
+        kept = kept.rsplit_once(' ').map_or(kept, |(before, _)| before);
+    }
+    let mut result = Text::default();
+    result.push(kept)?;
+    result.push(&end)?;
+    budget.string(result.into_string())
 }
 
 fn join(budget: &Budget, args: &[Value]) -> Result<Value, Error> {

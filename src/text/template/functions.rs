@@ -1,6 +1,7 @@
 //! Global functions: those of Jinja that chat templates use, and Transformers' two.
 
 use super::budget::{fail, Budget};
+use super::cycle::{Cycler, Joiner};
 use super::namespace::Namespace;
 use super::operators::{arg, split_args};
 use super::values::to_text;
@@ -12,10 +13,22 @@ use std::time::{Duration, UNIX_EPOCH};
 /// Adds the functions.
 pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
     type Global = fn(&Arc<Budget>, &[Value]) -> Result<Value, Error>;
-    let functions: [(&'static str, Global); 4] = [
+    let functions: [(&'static str, Global); 6] = [
         ("range", range),
         ("namespace", namespace),
         ("dict", dict),
+        ("cycler", |budget, args| {
+            budget.list(args.len())?;
+            Ok(Value::from_object(Cycler::new(args.to_vec())?))
+        }),
+        ("joiner", |_, args| {
+            let (positional, kwargs) = split_args(args)?;
+            let separator = match positional.first() {
+                Some(separator) => Some(separator.clone()),
+                None => kwargs.get::<Option<Value>>("sep")?,
+            };
+            Ok(Value::from_object(Joiner::new(separator.unwrap_or_else(|| Value::from(", ")))))
+        }),
         ("raise_exception", |budget, args| {
             let message = to_text(budget, arg(args, 0)?)?;
             Err(fail(format!("raise_exception: {}", crate::text::shortened(&message))))

@@ -104,7 +104,9 @@ fn string_method(
             }
             budget.string(joined.into_string())
         }
-        "upper" | "lower" | "title" | "capitalize" | "swapcase" => {
+        "title" => title(budget, text),
+        "find" | "rfind" | "index" | "rindex" => find(budget, text, method, args),
+        "upper" | "lower" | "capitalize" | "swapcase" => {
             // Changing the case makes a text up to three times longer.
             if !text.is_ascii() && text.len() > MAX_OUTPUT_BYTES / 3 {
                 return Err(fail(format!("{method}: the string is too long")));
@@ -137,9 +139,9 @@ pub(super) fn strip(
     budget.bytes(text.len())?;
     let stripped = match characters.filter(|value| !value.is_none()) {
         None => match side {
-            Side::Both => text.trim(),
-            Side::Left => text.trim_start(),
-            Side::Right => text.trim_end(),
+            Side::Both => text.trim_matches(is_space),
+            Side::Left => text.trim_start_matches(is_space),
+            Side::Right => text.trim_end_matches(is_space),
         },
         Some(value) => {
             let characters =
@@ -222,22 +224,22 @@ fn split(budget: &Budget, text: &str, from_right: bool, args: &[Value]) -> Resul
         }
         None => {
             // The end that is not split off last keeps its white space, as in Python.
-            let mut rest = if from_right { text.trim_end() } else { text.trim_start() };
+            let mut rest = trimmed(text, from_right);
             let mut splits = 0;
             while !rest.is_empty() {
                 let cut = match (max_splits.is_some_and(|max| splits >= max), from_right) {
                     (true, _) => None,
-                    (false, false) => rest.find(char::is_whitespace).map(|at| rest.split_at(at)),
+                    (false, false) => rest.find(is_space).map(|at| rest.split_at(at)),
                     (false, true) => rest
                         .char_indices()
                         .rev()
-                        .find(|(_, character)| character.is_whitespace())
+                        .find(|(_, character)| is_space(*character))
                         .map(|(at, character)| rest.split_at(at + character.len_utf8()))
                         .map(|(before, last)| (last, before)),
                 };
                 let (part, remaining) = cut.unwrap_or((rest, ""));
                 keep(part)?;
-                rest = if from_right { remaining.trim_end() } else { remaining.trim_start() };
+                rest = trimmed(remaining, from_right);
                 splits += 1;
             }
         }
@@ -248,6 +250,24 @@ fn split(budget: &Budget, text: &str, from_right: bool, args: &[Value]) -> Resul
     Ok(Value::from(parts))
 }
 
+/// Whether Python counts a character as white space: it also has the separators of ASCII.
+fn is_space(character: char) -> bool {
+    character.is_whitespace() || ('\x1c'..='\x1f').contains(&character)
+}
+
+/// Returns the text without the white space at one end.
+fn trimmed(text: &str, from_right: bool) -> &str {
+    match from_right {
+        true => text.trim_end_matches(is_space),
+        false => text.trim_start_matches(is_space),
+    }
+}
+
+/// Whether a line ends with this character, in Python.
+fn ends_line(character: char) -> bool {
+    matches!(character, '\n'..='\r' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}')
+}
+
 fn splitlines(budget: &Budget, text: &str, args: &[Value]) -> Result<Value, Error> {
     let (positional, kwargs) = split_args(args)?;
     let keep_ends = match positional.first() {
@@ -255,17 +275,72 @@ fn splitlines(budget: &Budget, text: &str, args: &[Value]) -> Result<Value, Erro
         None => kwargs.get::<Option<bool>>("keepends")?.unwrap_or(false),
     };
     let mut lines = Vec::new();
-    for line in text.split_inclusive('\n') {
+    let mut rest = text;
+    while !rest.is_empty() {
         budget.structure(48)?;
-        let line = if keep_ends {
-            line
-        } else {
-            let line = line.strip_suffix('\n').unwrap_or(line);
-            line.strip_suffix('\r').unwrap_or(line)
+        let at = rest.find(ends_line).unwrap_or(rest.len());
+        let (line, after) = rest.split_at(at);
+        let ending = match after.starts_with("\r\n") {
+            true => 2,
+            false => after.chars().next().map_or(0, char::len_utf8),
         };
+        let line = if keep_ends { rest.get(..at + ending).unwrap_or(rest) } else { line };
         lines.push(budget.string(line.to_owned())?);
+        rest = after.get(ending..).unwrap_or_default();
     }
     Ok(Value::from(lines))
+}
+
+/// Begins each run of letters with a capital, as Python does: after an apostrophe too.
+fn title(budget: &Budget, text: &str) -> Result<Value, Error> {
+    budget.bytes(text.len().saturating_mul(16))?;
+    let mut result = Text::default();
+    let mut is_within = false;
+    for character in text.chars() {
+        if is_within {
+            character.to_lowercase().try_for_each(|lower| result.push_char(lower))?;
+        } else {
+            let mut upper = character.to_uppercase();
+            upper.next().map_or(Ok(()), |first| result.push_char(first))?;
+            // The second letter of one that becomes two is a small one.
+            upper.flat_map(char::to_lowercase).try_for_each(|lower| result.push_char(lower))?;
+        }
+        is_within = character.is_lowercase() || character.is_uppercase();
+    }
+    budget.string(result.into_string())
+}
+
+/// Implements `find`, `rfind`, `index` and `rindex`, whose places are numbers of characters.
+fn find(budget: &Budget, text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let wanted = arg(args, 0)?.as_str();
+    let wanted = wanted.ok_or_else(|| fail(format!("{method}: the argument must be a string")))?;
+    budget.bytes(text.len().saturating_add(wanted.len()).saturating_mul(8))?;
+    let len = text.chars().count();
+    let bound = |index: usize, missing: usize| match args.get(index).filter(|it| !it.is_none()) {
+        None => Ok(missing),
+        Some(value) => {
+            let bound = value.as_i64();
+            let bound =
+                bound.ok_or_else(|| fail(format!("{method}: a bound must be an integer")))?;
+            let from_end =
+                || len.saturating_sub(usize::try_from(bound.unsigned_abs()).unwrap_or(len));
+            Ok::<_, Error>(usize::try_from(bound).unwrap_or_else(|_| from_end()))
+        }
+    };
+    let (start, end) = (bound(1, 0)?, bound(2, len)?.min(len));
+    let place = |number: usize| text.char_indices().nth(number).map_or(text.len(), |(at, _)| at);
+    let from = place(start);
+    // Nothing is found after the end, not even nothing.
+    let searched = if start > end { None } else { text.get(from..place(end)) };
+    let found = searched.and_then(|searched| match method {
+        "find" | "index" => searched.find(wanted),
+        _ => searched.rfind(wanted),
+    });
+    match found.and_then(|found| text.get(..from + found)) {
+        Some(before) => Ok(Value::from(before.chars().count())),
+        None if method.ends_with("find") => Ok(Value::from(-1)),
+        None => Err(fail(format!("{method}: the text does not contain it"))),
+    }
 }
 
 /// Pads to a width. The width is bounded by the longest string allowed.

@@ -16,14 +16,17 @@
 
 mod budget;
 mod compiled;
+mod cycle;
 mod filters;
 mod functions;
 mod json;
 mod methods;
 mod namespace;
 mod operators;
+mod percent;
 mod renderers;
 mod rewrite;
+mod source;
 mod values;
 
 pub(super) use self::compiled::MAX_SOURCE_BYTES;

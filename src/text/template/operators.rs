@@ -5,9 +5,11 @@
 
 use super::budget::{fail, no_memory, Budget, Text};
 use super::namespace::Namespace;
+use super::percent::percent;
 use super::values::{to_text, write_text};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State};
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 /// A function that a template reaches as a filter, a test or a global: the budget, minijinja's
@@ -30,11 +32,19 @@ pub(super) fn add_filter(
 }
 
 pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
-    let filters: [(&'static str, Native); 14] = [
+    let filters: [(&'static str, Native); 19] = [
         ("§add", |budget, _, args| add(budget, arg(args, 0)?, arg(args, 1)?)),
         ("§concat", |budget, _, args| concat(budget, arg(args, 0)?, arg(args, 1)?)),
         ("§mul", |budget, _, args| multiply(budget, arg(args, 0)?, arg(args, 1)?)),
-        ("§rem", |_, _, args| remainder(arg(args, 0)?, arg(args, 1)?)),
+        ("§rem", |budget, _, args| match arg(args, 0)?.as_str() {
+            Some(format) => percent(budget, format, arg(args, 1)?),
+            None => remainder(arg(args, 0)?, arg(args, 1)?),
+        }),
+        ("§lt", |_, _, args| compare("<", args, Ordering::is_lt)),
+        ("§le", |_, _, args| compare("<=", args, Ordering::is_le)),
+        ("§gt", |_, _, args| compare(">", args, Ordering::is_gt)),
+        ("§ge", |_, _, args| compare(">=", args, Ordering::is_ge)),
+        ("§in", |_, _, args| contains(arg(args, 1)?, arg(args, 0)?).map(Value::from)),
         ("§item", |budget, _, args| item(budget, arg(args, 0)?, arg(args, 1)?)),
         ("§slice", |budget, _, args| slice(budget, args)),
         ("§walk", |budget, _, args| {
@@ -121,6 +131,9 @@ pub(super) fn to_list(budget: &Budget, value: &Value) -> Result<Vec<Value>, Erro
         }
         None => value.len().unwrap_or(0),
     };
+    if value.is_none() {
+        return Err(fail("none is not iterable"));
+    }
     budget.list(len)?;
     let mut list = Vec::new();
     list.try_reserve_exact(len).map_err(|_| no_memory())?;
@@ -155,7 +168,7 @@ fn is_number(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
 }
 
-fn integer(value: &Value) -> Option<i128> {
+pub(super) fn integer(value: &Value) -> Option<i128> {
     match value.kind() {
         ValueKind::Bool => Some(i128::from(value.is_true())),
         ValueKind::Number if value.is_integer() => i128::try_from(value.clone()).ok(),
@@ -163,7 +176,7 @@ fn integer(value: &Value) -> Option<i128> {
     }
 }
 
-fn float(value: &Value) -> Option<f64> {
+pub(super) fn float(value: &Value) -> Option<f64> {
     match value.kind() {
         ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
         ValueKind::Number => f64::try_from(value.clone()).ok(),
@@ -177,6 +190,30 @@ fn from_integer(integer: Option<i128>) -> Result<Value, Error> {
             Ok(i64::try_from(integer).map_or_else(|_| Value::from(integer), Value::from))
         }
         None => Err(fail("an integer is too large")),
+    }
+}
+
+/// Compares two values that Python has an order for.
+fn compare(op: &str, args: &[Value], is_so: fn(Ordering) -> bool) -> Result<Value, Error> {
+    let (left, right) = (arg(args, 0)?, arg(args, 1)?);
+    let are_texts = left.as_str().is_some() && right.as_str().is_some();
+    if !are_texts && !(is_number(left) && is_number(right)) && !(is_list(left) && is_list(right)) {
+        return Err(unsupported(op, left, right));
+    }
+    Ok(Value::from(left.partial_cmp(right).is_some_and(is_so)))
+}
+
+/// Whether a container has a value. (The walk through both has been paid for.)
+fn contains(container: &Value, value: &Value) -> Result<bool, Error> {
+    if let Some(text) = container.as_str() {
+        let part = value.as_str().ok_or_else(|| unsupported("in", value, container))?;
+        return Ok(text.contains(part));
+    }
+    match container.kind() {
+        ValueKind::Undefined => Ok(false),
+        ValueKind::Map => Ok(container.as_object().is_some_and(|it| it.get_value(value).is_some())),
+        _ if is_list(container) => Ok(container.try_iter()?.any(|item| item == *value)),
+        _ => Err(unsupported("in", value, container)),
     }
 }
 

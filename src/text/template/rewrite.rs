@@ -5,7 +5,8 @@
 //! | text between tags | an output of a constant, so that it is counted |
 //! | `a + b`, `a * b`, `a % b`, `a ~ b` | a filter: `a \| §add(b)` ... |
 //! | `a[b]`, `a[b:c:d]` | `a \| §item(b)`, `a \| §slice(b, c, d)` |
-//! | `a == b`, `a < b`, `a in b` | the same of `a \| §walk` and `b \| §walk` |
+//! | `a < b`, `a in b` | a filter: `a \| §lt(b)` ... |
+//! | `a == b`, `a < b < c` | the same of `a \| §walk` and `b \| §walk` |
 //! | `{...}`, `[...]` | `{...} \| §map`, `[...] \| §list` |
 //! | `for x in y`, `f(*y)` | `y \| §iter` |
 //! | `set a.b = c` | `a \| §set("b", c)` |
@@ -24,39 +25,6 @@ use minijinja::value::Value;
 /// The deepest nesting of statements and expressions. minijinja's compiler tries to fold constants
 /// again at each level, so its time grows with the square of this. `elif` counts.
 const MAX_DEPTH: usize = 1000;
-
-/// Turns `{% generation %}` and `{% endgeneration %}` into conditions that always hold.
-///
-/// Transformers uses them to mark the model's words, for training; rendering is unchanged. The
-/// trimming marks (`{%-`) of the tags are kept.
-pub(super) fn without_generation_tags(source: &str) -> String {
-    let mut result = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(position) = rest.find("{%") {
-        let (before, tag) = rest.split_at(position + 2);
-        result.push_str(before);
-        rest = tag;
-        let Some(end) = tag.find("%}") else { break };
-        let inside = tag.get(..end).unwrap_or_default();
-        let replacement = match inside.trim_matches(['-', '+']).trim() {
-            "generation" => "if true",
-            "endgeneration" => "endif",
-            _ => continue,
-        };
-        let mark = |character: Option<char>| match character {
-            Some(mark @ ('-' | '+')) => mark.to_string(),
-            _ => String::new(),
-        };
-        result.push_str(&mark(inside.chars().next()));
-        result.push(' ');
-        result.push_str(replacement);
-        result.push(' ');
-        result.push_str(&mark(inside.chars().next_back()));
-        rest = tag.get(end..).unwrap_or_default();
-    }
-    result.push_str(rest);
-    result
-}
 
 /// Rebuilds a whole template. Returns it and its deepest nesting of statements and expressions.
 pub(super) fn rewrite<'a>(tree: &Stmt<'a>) -> Result<(Stmt<'a>, usize)> {
@@ -388,6 +356,19 @@ impl Rewriter {
         if let Some(name) = name {
             let left = self.expr(&binary.left)?;
             let right = self.expr(&binary.right)?;
+            return Ok(filter(name, left, vec![right], span));
+        }
+        // Comparisons whose operands have to be of the same kind, unless they are in a chain.
+        let name = match binary.op {
+            BinOpKind::Lt => Some("§lt"),
+            BinOpKind::Lte => Some("§le"),
+            BinOpKind::Gt => Some("§gt"),
+            BinOpKind::Gte => Some("§ge"),
+            BinOpKind::In => Some("§in"),
+            _ => None,
+        };
+        if let Some(name) = name {
+            let (left, right) = (self.walked(&binary.left)?, self.walked(&binary.right)?);
             return Ok(filter(name, left, vec![right], span));
         }
         let (left, right) = match binary.op {

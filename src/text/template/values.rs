@@ -51,6 +51,13 @@ pub(super) fn write_text(budget: &Budget, text: &mut Text, value: &Value) -> Res
     }
 }
 
+/// Returns the value as Python's `repr()` gives it.
+pub(super) fn to_repr(budget: &Budget, value: &Value) -> Result<String, Error> {
+    let mut text = Text::default();
+    write_repr(budget, &mut text, value, 0)?;
+    Ok(text.into_string())
+}
+
 /// Appends the value as Python's `repr()` gives it.
 fn write_repr(budget: &Budget, text: &mut Text, value: &Value, depth: usize) -> Result<(), Error> {
     if depth > MAX_VALUE_DEPTH {
