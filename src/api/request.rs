@@ -352,7 +352,9 @@ impl Request {
     }
 
     /// Whether special tokens that are written in messages and tools become their ids, as in
-    /// Transformers. Default: false, so that no text can pretend to be another turn.
+    /// Transformers. Default: false, so that no text can pretend to be another turn, unless the
+    /// template takes something out of its middle or changes its letters, or the tokenizer's
+    /// normalizer does and has special tokens that are found afterwards.
     pub fn parse_special_in_messages(mut self, parse: bool) -> Self {
         self.parse_special_in_messages = parse;
         self

@@ -10,6 +10,9 @@
 //! A mark goes after the first character of a spelling, so that what templates do at the ends of
 //! texts (trim, split at line breaks) is not disturbed. Half a spelling at the end of a text gets one too,
 //! for templates that put several texts together.
+//!
+//! Not covered are templates that take something out of the middle of texts or change their letters (`replace`, `lower`), and
+//! special tokens that are found after a normalizer that does: they can make a spelling of a text that had none.
 
 use aho_corasick::AhoCorasick;
 use serde_json::{Map, Value};

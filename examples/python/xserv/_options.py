@@ -39,7 +39,7 @@ class GenerateOptions(TypedDict, total=False):
     variables: with messages: further variables of the template, such as {"enable_thinking": False}.
     parse_special_in_messages: with messages: whether special tokens written in messages and tools, such as
         <|im_end|>, become their ids, as in Transformers. Default False: they are ordinary text, so that no text can
-        pretend to be another turn.
+        pretend to be another turn (unless the template or the tokenizer's normalizer makes one of other letters).
     add_generation_prompt: with messages: whether to open the assistant's turn. Default True.
     add_special_tokens: with a text: whether to add the special tokens that the tokenizer adds around a text
         (Qwen and GPT-2: none; Llama and Mistral: the one that begins a text, unless the text begins with it).
