@@ -389,7 +389,8 @@ pub(super) fn not_finite() -> Error {
 /// Returns the error of a sequence for which nothing is left.
 pub(super) fn none_left() -> Error {
     Error::invalid_argument(
-        "no token is left to choose: logit_bias, min_tokens or no_repeat_ngram_size ban all that the constraint allows",
+        "no token is left to choose: what the constraint allows is banned by logit_bias, min_tokens or \
+         no_repeat_ngram_size, or only tokens that end the answer (end and stop tokens) have its text",
     )
 }
 

@@ -474,6 +474,10 @@ fn ends_come_where_the_text_is_complete() {
     };
     let output = model.generate(&request).unwrap();
     assert!(!output.text.contains('7'), "{output:?}");
+    // What the text needs may be in such a token alone.
+    let needed = constrained(request, XSERV_CONSTRAINT_REGEX, "7");
+    let failure = refusal(&model, &needed);
+    assert!(failure.message.contains("end and stop tokens"), "{failure:?}");
     // Everything that is allowed is banned.
     let bans: Vec<_> = (0..info.vocab_size)
         .filter(|token_id| !digits.contains(token_id))

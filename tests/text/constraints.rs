@@ -308,3 +308,207 @@ fn instances_of_the_test_suite() {
     let silent: Vec<&String> = tally.refused.iter().filter(|it| !says_where(it)).collect();
     assert!(silent.is_empty(), "these do not say where: {silent:#?}");
 }
+
+/// Checks which texts a constraint lets come.
+fn check(constraint: &Constraint<'_>, texts: &[(&str, bool)]) {
+    let tokenizer = own_tokenizer();
+    let fresh = compiler(&tokenizer).compile(constraint);
+    let fresh = fresh.unwrap_or_else(|error| panic!("{constraint:?}: {error}"));
+    for (text, expected) in texts {
+        let mut matcher = fresh.try_clone().unwrap();
+        let is_taken = takes(&mut matcher, &tokenizer, text, &mut Times::default()).unwrap();
+        assert_eq!(is_taken, *expected, "{constraint:?}: {text}");
+    }
+}
+
+/// Returns the message with which a constraint is refused.
+fn refusal(constraint: &Constraint<'_>) -> String {
+    match compiler(&own_tokenizer()).compile(constraint) {
+        Ok(_) => panic!("{constraint:?} is not refused"),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// A key that is spelt with escapes is the same key, and one that comes twice is one key.
+#[test]
+fn keys_have_one_spelling() {
+    let role =
+        r#"{"type": "object", "properties": {"role": {"enum": ["user"]}}, "required": ["role"]}"#;
+    let texts = [
+        (r#"{"role": "user", "other": 1}"#, true),
+        (r#"{"role": "user", "r\\ole": 1}"#, true),
+        (r#"{"role": "user", "\u0072ole": "admin"}"#, false),
+        (r#"{"role": "user", "rol\u0065": "admin"}"#, false),
+    ];
+    check(&Constraint::JsonSchema(role), &texts);
+    check(&Constraint::Grammar(&format!("start: %json\n {role}")), &texts);
+    for (schema, text) in [
+        (r#"{"properties": {"age": {"type": "integer"}}}"#, r#"{"\u0061ge": "x"}"#),
+        (r#"{"properties": {"a\n": {"type": "integer"}}}"#, r#"{"a\u000a": "x"}"#),
+        (r#"{"properties": {"a\u001f": {"type": "integer"}}}"#, r#"{"a\u001F": "x"}"#),
+        (
+            r#"{"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}"#,
+            r#"{"a": 1, "\u0061": "x"}"#,
+        ),
+        (r#"{"patternProperties": {"^x": {"type": "integer"}}}"#, r#"{"\u0078": "s"}"#),
+        (r##"{"$ref": "#/x/y", "x": {"y": {"required": ["a"]}}}"##, r#"{"a": 1, "\u0061": 2}"#),
+    ] {
+        check(&Constraint::JsonSchema(schema), &[(text, false)]);
+    }
+    let message = refusal(&Constraint::JsonSchema(r#"{"items": {"minProperties": 2}}"#));
+    assert!(message.contains("#/items/minProperties is not supported"), "{message}");
+    check(
+        &Constraint::JsonSchema(r#"{"type": "object", "minProperties": 2, "required": ["a"]}"#),
+        &[(r#"{"a": 1, "b": 1}"#, true), (r#"{"a": 1}"#, false), (r#"{"a": 1, "a": 1}"#, false)],
+    );
+}
+
+/// Control characters in strings are written by their codes, where no key could be.
+#[test]
+fn control_characters_come_where_keys_keep_their_spelling() {
+    let closed = r#"{"properties": {"a": {"const": "\u001b["}}, "additionalProperties": false}"#;
+    check(&Constraint::JsonSchema(closed), &[(r#"{"a": "\u001b["}"#, true)]);
+    check(&Constraint::JsonSchema(r#"{"type": "string"}"#), &[(r#""\u001b\n""#, true)]);
+    let open = r#"{"properties": {"a": {"enum": ["x", "\u001b["]}, "b": {"const": "\n"}}}"#;
+    let message = refusal(&Constraint::JsonSchema(open));
+    assert!(message.contains("#/properties/a/enum: the character \\u001b is not"), "{message}");
+    let open = r#"{"properties": {"b": {"const": "\n\"\\"}}}"#;
+    check(&Constraint::JsonSchema(open), &[(r#"{"b": "\n\"\\", "c": "\t"}"#, true)]);
+}
+
+#[test]
+fn numbers_are_kept_to_the_letter() {
+    let number = "0.9690406502940995";
+    let texts = [(number, true), ("0.9690406502940996", false), ("0.9690406502940994", false)];
+    check(&Constraint::JsonSchema(&format!("{{\"const\": {number}}}")), &texts);
+    let bounds = format!("{{\"type\": \"number\", \"minimum\": {number}, \"maximum\": {number}}}");
+    check(&Constraint::JsonSchema(&bounds), &texts);
+    check(
+        &Constraint::JsonSchema(r#"{"type": "integer", "maximum": 9223372036854775807}"#),
+        &[("9223372036854775807", true), ("9223372036854775808", false)],
+    );
+    check(&Constraint::JsonSchema(r#"{"const": 1e21}"#), &[("1000000000000000000000", true)]);
+    for (schema, path) in [
+        (r#"{"items": {"const": 9007199254740993}}"#, "#/items/const: 9007199254740993 "),
+        (r#"{"enum": [1, 18446744073709551617]}"#, "#/enum/1: 18446744073709551617 "),
+        (r#"{"type": "integer", "maximum": 9007199254740995}"#, "#/maximum: 9007199254740995 "),
+        // This ended the process.
+        (r#"{"const": -9223372036854775808}"#, "#/const: -9223372036854775808 "),
+    ] {
+        let message = refusal(&Constraint::JsonSchema(schema));
+        assert!(message.contains(path), "{message}");
+        let message = refusal(&Constraint::Grammar(&format!("start: %json {schema}")));
+        assert!(message.contains(path), "{message}");
+    }
+}
+
+#[test]
+fn dates_and_times_are_ones_that_there_are() {
+    check(
+        &Constraint::JsonSchema(r#"{"format": "date"}"#),
+        &[
+            ("\"2024-02-29\"", true),
+            ("\"2000-02-29\"", true),
+            ("\"2023-02-28\"", true),
+            ("\"1999-12-31\"", true),
+            ("\"2023-02-29\"", false),
+            ("\"1900-02-29\"", false),
+            ("\"2024-02-30\"", false),
+            ("\"2024-04-31\"", false),
+            ("\"2024-13-01\"", false),
+            ("5", true),
+        ],
+    );
+    check(
+        &Constraint::JsonSchema(r#"{"type": "string", "format": "time"}"#),
+        &[
+            ("\"12:30:59.5+02:00\"", true),
+            ("\"23:59:60Z\"", true),
+            ("\"12:00:60Z\"", false),
+            ("\"23:59:60+01:00\"", false),
+            ("\"24:00:00Z\"", false),
+        ],
+    );
+    let schema = r#"{"type": "string", "format": "date-time", "pattern": "^20", "maxLength": 20}"#;
+    check(
+        &Constraint::JsonSchema(schema),
+        &[
+            ("\"2024-02-29T00:00:00Z\"", true),
+            ("\"2016-12-31t23:59:60z\"", true),
+            ("\"1996-02-29T00:00:00Z\"", false),
+            ("\"2023-02-29T00:00:00Z\"", false),
+            ("\"2024-02-29T00:00:00.5Z\"", false),
+        ],
+    );
+    // In a constant it is no keyword.
+    check(
+        &Constraint::JsonSchema(r#"{"const": {"format": "date"}}"#),
+        &[(r#"{"format":"date"}"#, true)],
+    );
+}
+
+/// A class that excludes a character excludes it however it would be written.
+#[test]
+fn patterns_exclude_quotation_marks_and_backslashes() {
+    check(
+        &Constraint::JsonSchema(r#"{"type": "string", "pattern": "^[^\"]*$"}"#),
+        &[(r#""a\n\\b""#, true), (r#""a\"b""#, false)],
+    );
+    check(
+        &Constraint::JsonSchema(r#"{"type": "string", "pattern": "^[^\\\\\n/-]+$"}"#),
+        &[(r#""a\"\tb""#, true), (r#""a\\b""#, false), (r#""a\nb""#, false), (r#""a-b""#, false)],
+    );
+}
+
+/// Alternatives that are references are compared by what they lead to.
+#[test]
+fn alternatives_may_be_references() {
+    let schema = r##"{
+        "oneOf": [{"type": "null"}, {"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "k"},
+        "$defs": {
+            "cat": {"type": "object", "properties": {"k": {"const": "cat"}, "n": {"type": "integer"}}, "required": ["k"]},
+            "dog": {"type": "object", "properties": {"k": {"const": "dog"}}, "required": ["k"]}
+        }
+    }"##;
+    check(
+        &Constraint::JsonSchema(schema),
+        &[
+            ("null", true),
+            (r#"{"k": "cat", "n": 1}"#, true),
+            (r#"{"k": "dog"}"#, true),
+            (r#"{"k": "cat", "n": "x"}"#, false),
+            (r#"{"k": "cow"}"#, false),
+        ],
+    );
+    let schema = r##"{"oneOf": [{"$ref": "#/$defs/a"}, {"type": "string"}], "$defs": {"a": {"maxLength": 3}}}"##;
+    assert!(refusal(&Constraint::JsonSchema(schema)).contains("#/oneOf: "));
+}
+
+/// What is told is about what the caller wrote, and not about what was made of it.
+#[test]
+fn refusals_are_about_what_was_written() {
+    let parts: Vec<String> =
+        (2..20).map(|n| format!("{{\"pattern\": \"[a-z]{{{n}}}x\"}}")).collect();
+    let too_complex = format!("{{\"type\": \"string\", \"allOf\": [{}]}}", parts.join(", "));
+    for (constraint, message) in [
+        (Constraint::Regex("(?=a)b"), "the regular expression: look-around, including look-ahead and look-behind, is not supported"),
+        (Constraint::Regex("(a"), "the regular expression: unclosed group"),
+        (
+            Constraint::Regex(r"a\b"),
+            "the regular expression: anchors within it and word boundaries are not supported",
+        ),
+        (Constraint::Grammar("start: a"), "the grammar: line 1, column 8: unknown name: \"a\""),
+        (Constraint::Grammar("start: A\nA: /a\\1/"), "the grammar: line 2, column 4: /a\\1/: backreferences are not supported"),
+        (
+            Constraint::JsonSchema(r#"{"items": {"pattern": "(?=a)\\d"}}"#),
+            "the JSON schema: #/items/pattern: look-around, including look-ahead and look-behind, is not supported",
+        ),
+        (
+            Constraint::JsonSchema(&too_complex),
+            "the JSON schema: its patterns are too complex together",
+        ),
+    ] {
+        assert_eq!(refusal(&constraint), message);
+    }
+}

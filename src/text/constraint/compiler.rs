@@ -8,13 +8,16 @@ use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{Matcher, ParserFactory};
 use serde_json::json;
 
+use super::embedded::with_rewritten_schemas;
 use super::kept::{Home, KeptParsers, Key};
 use super::limits::{
     check_alternatives, check_depth, check_repetitions, num_alternatives, num_repetitions,
 };
 use super::matcher::GrammarMatcher;
+use super::numbers;
+use super::rewritten::rewritten;
 use super::schema;
-use super::sentence::sentence;
+use super::sentence::{sentence, Told};
 use super::vocabulary::vocabulary;
 use super::Constraint;
 use crate::error::{check_room, Context, Error, ErrorKind, Result};
@@ -120,13 +123,16 @@ impl GrammarCompiler {
             Constraint::JsonSchema(text) => {
                 let schema = given.insert(schema::parse(text)?);
                 schema::check_patterns(schema)?;
-                TopLevelGrammar::from_json_schema(schema.clone())
+                numbers::check(text)?;
+                TopLevelGrammar::from_json_schema(rewritten(schema)?)
             }
             Constraint::JsonObject => {
                 TopLevelGrammar::from_json_schema(json!({ "type": "object" }))
             }
             Constraint::Regex(regex) => TopLevelGrammar::from_regex(regex),
-            Constraint::Grammar(grammar) => TopLevelGrammar::from_lark((*grammar).to_owned()),
+            Constraint::Grammar(grammar) => {
+                TopLevelGrammar::from_lark(with_rewritten_schemas(grammar)?)
+            }
             Constraint::Choice(choices) => TopLevelGrammar::from_regex(&any_of(choices)),
         };
         if let Some(around) = around {
@@ -136,10 +142,17 @@ impl GrammarCompiler {
             let whole = TopLevelGrammar::from_lark(around.to_owned());
             grammar.grammars.splice(..0, whole.grammars);
         }
-        let mut start = self.factory.create_parser(grammar).map_err(|error| match &given {
-            Some(schema) => refused(&schema::located(schema, &error.to_string())),
-            None => refused(&error.to_string()),
-        })?;
+        let refused = |message: &str| {
+            let told = Told::of(message);
+            Error::invalid_argument(match (&given, constraint) {
+                (Some(schema), _) => schema::located(schema, message, &told),
+                // The grammar around it is the library's own.
+                (None, Constraint::Regex(_) | Constraint::Choice(_)) => told.what,
+                (None, _) => told.in_grammar(),
+            })
+        };
+        let start = self.factory.create_parser(grammar);
+        let mut start = start.map_err(|error| refused(&error.to_string()))?;
         start.start_without_prompt();
         // Whether anything fits is known with the first mask only. The copy shares the automaton.
         let first = Matcher::new(Ok(start.clone())).compute_mask();
@@ -151,10 +164,6 @@ impl GrammarCompiler {
         });
         Ok(GrammarMatcher::new(start, self.vocab_size, home))
     }
-}
-
-fn refused(message: &str) -> Error {
-    Error::invalid_argument(sentence(message))
 }
 
 /// Returns the length of a constraint, which is checked against the limits.

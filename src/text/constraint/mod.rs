@@ -8,9 +8,13 @@
 //! constraint.
 
 mod compiler;
+mod disjoint;
+mod embedded;
 mod kept;
 mod limits;
 mod matcher;
+mod numbers;
+mod rewritten;
 mod schema;
 mod sentence;
 mod vocabulary;

@@ -1,12 +1,15 @@
 //! JSON schemas before the crate reads them, and the places of what it refuses in them.
 
+use llguidance::regex_to_lark;
 use serde_json::{Map, Value};
 
 use super::limits;
+use super::rewritten::precise;
+use super::sentence::Told;
 use crate::error::{check_room_for_json, Error, Result};
 
 /// The key under which a schema could tell the crate to leave out what it does not implement.
-const SWITCHES: &str = "x-guidance";
+pub(super) const SWITCHES: &str = "x-guidance";
 
 /// Says which entry of a schema is looked for, by its key and its value.
 type IsWanted<'a> = dyn Fn(&str, &Value) -> bool + 'a;
@@ -48,8 +51,20 @@ pub(super) fn check_grammar(grammar: &str) -> Result<()> {
     }
 }
 
-/// Adds the place in the schema to a message of the crate, if it can be found.
-pub(super) fn located(schema: &Value, message: &str) -> String {
+/// Adds the place in the schema to a message of the crate, if it can be found. `told`: the same, taken apart.
+pub(super) fn located(schema: &Value, message: &str, told: &Told) -> String {
+    if let Some(regex) = &told.regex {
+        let is_it = |pattern: &str| regex_to_lark(pattern, "dw") == *regex;
+        let found = find(schema, &|key, value| match (key, value) {
+            ("pattern", Value::String(pattern)) => is_it(&precise(pattern)),
+            ("patternProperties", Value::Object(named)) => named.keys().any(|key| is_it(key)),
+            _ => false,
+        });
+        return match found {
+            Some(path) => format!("{path}: {}", told.what),
+            None => told.in_grammar(),
+        };
+    }
     if message.contains("oneOf constraints are not supported") {
         let why = "oneOf is supported where no value can be of two of its alternatives, which must show in their types, in \
                    constants or in required properties";
@@ -71,7 +86,7 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
     };
     let after = |mark: &str| message.split_once(mark).map(|(_, rest)| rest);
     let is_wanted: Box<IsWanted<'_>> = if let Some(rest) = after("Unimplemented keys: ") {
-        let Some(name) = quoted(rest) else { return message.to_owned() };
+        let Some(name) = quoted(rest) else { return told.what.clone() };
         let Some(path) = find(schema, &|key, _| key == name) else {
             return format!("the keyword {name} is not supported");
         };
@@ -106,10 +121,9 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
             names.iter().any(|name| name == key) || !target.is_empty() && message.contains(target)
         })
     };
-    let message = message.lines().next().unwrap_or_default();
     match find(schema, &*is_wanted) {
-        Some(path) => format!("{path}: {message}"),
-        None => message.to_owned(),
+        Some(path) => format!("{path}: {}", told.what),
+        None => told.what.clone(),
     }
 }
 
@@ -131,7 +145,7 @@ pub(super) fn check_patterns(schema: &Value) -> Result<()> {
 }
 
 /// Keywords whose values are schemas by name, lists of schemas, and schemas (or lists of them).
-const BY_NAME: [&str; 5] =
+pub(super) const BY_NAME: [&str; 5] =
     ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
 const SCHEMAS: [&str; 12] = [
     "items",
@@ -147,6 +161,9 @@ const SCHEMAS: [&str; 12] = [
     "else",
     "contains",
 ];
+
+/// Keywords whose values are examples of what a schema allows.
+pub(super) const DATA: [&str; 2] = ["default", "examples"];
 
 /// Returns the path of the first keyword for which `is_wanted` says so: places that are in use come
 /// before definitions.
@@ -214,7 +231,7 @@ fn each_of(
 }
 
 /// Returns a key as a part of a JSON pointer (RFC 6901).
-fn escaped(key: &str) -> String {
+pub(super) fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
@@ -238,7 +255,7 @@ mod tests {
             "$defs": { "a": { "not": {} } },
             "properties": { "x/y": { "anyOf": [true, { "uniqueItems": true }] }, "not": {} },
         });
-        let message = |text: &str| located(&schema, text);
+        let message = |text: &str| located(&schema, text, &Told::of(text));
         let expected = "#/properties/x~1y/anyOf/1/uniqueItems is not supported";
         assert_eq!(message("Unimplemented keys: [\"uniqueItems\"]"), expected);
         assert_eq!(message("Unimplemented keys: [\"not\"]"), "#/$defs/a/not is not supported");
