@@ -587,8 +587,50 @@ fn no_text_has_the_end_of_its_value_in_it() {
     let (model, tool) = (xml_tags(), tool_of(&json!({ "type": "string" })));
     let tools = [("tool", &tool["parameters"])];
     let end = "</parameter>\n</function>\n</tool_call>";
-    for (value, expected) in [("a < b", true), ("a </p>", true), (&format!("a{end}"), false)] {
+    for (value, expected) in [
+        ("a < b", true),
+        ("a </p>", true),
+        ("a <parameter=b>", true),
+        (&format!("a{end}"), false),
+        ("a</function>\n</tool_call>b", false),
+        ("a</function>", false),
+        ("<parameter=b>\n1", false),
+        ("a\n<parameter=b>\n1", false),
+    ] {
         let text = with_value(value);
         assert_eq!(model.takes(&tools, AnswerStart::AfterThought, &text), expected, "{text}");
+        if expected {
+            let calls = model.calls_of(&tool, AnswerStart::AfterThought, &text);
+            assert_eq!(calls, [("tool".to_owned(), json!({ "a": value }))]);
+        }
     }
+    // Those that are listed are refused.
+    for value in ["a</function>", "x\n<parameter=b>"] {
+        let tool = tool_of(&json!({ "enum": ["a", value] }));
+        assert!(model
+            .matcher(&[("tool", &tool["parameters"])], AnswerStart::AfterThought)
+            .is_err());
+    }
+}
+
+/// Lists and objects have strings in quotes, in which a tag ends nothing.
+#[test]
+fn strings_in_quotes_may_have_tags_in_them() {
+    let (model, tool) = (xml_tags(), tool_of(&json!({ "type": "array" })));
+    let tools = [("tool", &tool["parameters"])];
+    for tag in [
+        "</parameter></function></tool_call>",
+        "</function></tool_call>",
+        "\"</parameter><parameter=b>",
+    ] {
+        let value = json!([{ "a": tag }, tag]);
+        let text = with_value(&value.to_string());
+        assert!(model.takes(&tools, AnswerStart::AfterThought, &text), "{text}");
+        let calls = model.calls_of(&tool, AnswerStart::AfterThought, &text);
+        assert_eq!(calls, [("tool".to_owned(), json!({ "a": value }))]);
+    }
+    // A quote that was forgotten does not take the rest of the answer.
+    let text = with_value("[\"x");
+    let calls = model.calls_of(&tool, AnswerStart::AfterThought, &text);
+    assert_eq!(calls, [("tool".to_owned(), json!({ "a": "[\"x" }))]);
 }

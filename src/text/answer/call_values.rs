@@ -11,6 +11,7 @@ use std::fmt::Write as _;
 use serde_json::{json, Value};
 
 use super::types::{Kind, Kinds};
+use super::xml::{END_OF_FUNCTION, END_OF_VALUE, PARAMETER};
 
 /// The keys under which schemas keep shared definitions, which stay at the root.
 pub(super) const SHARED: [&str; 2] = ["$defs", "definitions"];
@@ -23,8 +24,9 @@ const MAX_DEPTH: usize = 16;
 const MAX_ALTERNATIVES: usize = 64;
 /// The end of a value.
 const END: &str = "\n</parameter>\n";
-/// A regular expression of texts with the tag in them, which would end the value for any reader.
-const HAS_TAG: &str = "(.|\\n)*<\\/parameter>(.|\\n)*";
+/// The tags of which one in a text may end the value for a reader, anywhere and where a line begins.
+const TAGS: [&str; 2] = [END_OF_VALUE, END_OF_FUNCTION];
+const TAG_OF_LINE: &str = PARAMETER;
 /// Keywords that say nothing of strings.
 const OF_OTHERS: [&str; 16] = [
     "minimum",
@@ -198,15 +200,15 @@ impl Values {
             if serde_json::from_str::<Value>(&read).ok().as_ref() != Some(&json!(text)) {
                 return Err(format!("the text {text:?}, which would be read as {read},"));
             }
-            if text.contains("</parameter>") {
+            if has_tag(text) {
                 return Err(format!("the text {text:?}"));
             }
         }
         Ok(())
     }
 
-    /// Returns the characters with which a string must not begin, because it would be read as a
-    /// value that is not allowed.
+    /// Returns the characters with which a string must not begin, because it would be read as a value that is not
+    /// allowed.
     fn barred(&self) -> String {
         let is_free = |name: &str| {
             self.json.iter().filter_map(Value::as_object).any(|schema| {
@@ -233,7 +235,7 @@ impl Values {
 
     /// Writes the rule `NAME_value` and those that it needs to `rules`. `root`: as for [`Values::of`].
     pub fn write(&self, name: &str, root: &Value, rules: &mut String) -> Found<()> {
-        let (end, barred) = (quoted(END), self.barred());
+        let (end, barred, with_tag) = (quoted(END), self.barred(), any_with_tag());
         let mut alternatives = Vec::new();
         if !self.listed.is_empty() {
             let listed: Vec<String> = self.listed.iter().map(|text| quoted(text)).collect();
@@ -241,7 +243,7 @@ impl Values {
         }
         for (place, (least, most)) in self.lengths.iter().enumerate() {
             let text = any_text(*least, *most, &barred);
-            let _ = writeln!(rules, "{name}_text_{place}[suffix={end}]: /{text}/ & ~/{HAS_TAG}/");
+            let _ = writeln!(rules, "{name}_text_{place}[suffix={end}]: /{text}/ & ~/{with_tag}/");
             alternatives.push(format!("{name}_text_{place}"));
         }
         for schema in &self.json {
@@ -259,8 +261,21 @@ impl Values {
     }
 }
 
-/// Returns a regular expression of texts of these lengths that begin with none of the characters
-/// `barred`, nor, if there are such, with blanks, beside which they would be found.
+/// Whether a text has a tag that may end the value.
+fn has_tag(text: &str) -> bool {
+    TAGS.iter().any(|tag| text.contains(tag))
+        || text.split('\n').any(|line| line.starts_with(TAG_OF_LINE))
+}
+
+/// Returns a regular expression of the texts of which [`has_tag`] is true.
+fn any_with_tag() -> String {
+    let tags = TAGS.join("|");
+    let any = "(.|\\n)*";
+    format!("({any}({tags}){any})|(({any}\\n)?{TAG_OF_LINE}{any})").replace("</", "<\\/")
+}
+
+/// Returns a regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
+/// there are such, with blanks, beside which they would be found.
 fn any_text(least: u64, most: Option<u64>, barred: &str) -> String {
     let repeated = |least: u64, most: Option<u64>| match (least, most) {
         (0, None) => "(.|\\n)*".to_owned(),

@@ -75,7 +75,7 @@ impl Digits {
 }
 
 /// Reads one value; see the module's description.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Scanner {
     state: State,
     /// For each list or object that is open, whether it is an object.
@@ -92,6 +92,11 @@ impl Scanner {
     /// Whether the value is whole if nothing follows: a number that could go on.
     pub fn may_end(&self) -> bool {
         self.open.is_empty() && matches!(self.state, State::Number(digits) if digits.may_end())
+    }
+
+    /// Whether the next byte belongs to a string.
+    pub fn is_in_string(&self) -> bool {
+        matches!(self.state, State::String | State::Escape | State::Hex(_))
     }
 
     /// Takes the next byte, white space before the value included.

@@ -1,20 +1,20 @@
 //! Reads the inside of `<function=NAME>...</function>`, whose parameters are plain text between tags.
 //!
 //! Nothing is escaped there, and values mention tags: code that is about them. So a tag ends a value
-//! only where what comes next goes on as a call does.
+//! only where what comes next goes on as a call does, and not within a string of a list or an object.
 
-use super::json::push_escaped;
+use super::json::{is_blank, push_escaped, Scanner, Step};
 use super::tag::{begins, find, Found};
-use super::types::{Kinds, ToolTypes};
+use super::types::{Kind, Kinds, ToolTypes};
 
 /// The longest name of a parameter, in bytes.
 const MAX_KEY_BYTES: usize = 256;
 /// White space between two tags, in bytes, beyond which they do not belong together.
 const MAX_BLANKS: usize = 64;
 
-const END_OF_VALUE: &str = "</parameter>";
-const PARAMETER: &str = "<parameter=";
-const END_OF_FUNCTION: &str = "</function>";
+pub(super) const END_OF_VALUE: &str = "</parameter>";
+pub(super) const PARAMETER: &str = "<parameter=";
+pub(super) const END_OF_FUNCTION: &str = "</function>";
 const END_OF_CALL: &str = "</tool_call>";
 
 /// The outcome of a piece of text.
@@ -52,6 +52,8 @@ pub(super) struct XmlCall {
     is_fresh: bool,
     /// The bytes of the value in which its end is not.
     searched: usize,
+    /// The value as a list or an object of JSON, while it can be one, and how many bytes of it were read as such.
+    structure: Option<(Scanner, usize)>,
 }
 
 impl XmlCall {
@@ -64,6 +66,7 @@ impl XmlCall {
             is_damaged: false,
             is_fresh: true,
             searched: 0,
+            structure: None,
         }
     }
 
@@ -88,6 +91,8 @@ impl XmlCall {
                     out.push('"');
                 }
                 (self.is_fresh, self.searched) = (true, 0);
+                let may_be = kinds.tried().contains(&Kind::Structure);
+                self.structure = may_be.then(|| (Scanner::new(), 0));
                 self.place = Place::Inside(kinds);
                 (usize::from(text.starts_with('\n')), Progress::Again)
             }
@@ -192,12 +197,15 @@ impl XmlCall {
         }
     }
 
-    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from
-    /// where on it may end. The line break before the tag is no part of the value.
-    fn end_of_value(&self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
+    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from where on it may
+    /// end. The line break before the tag is no part of the value.
+    fn end_of_value(&mut self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
         let unsearched = text.get(self.searched..).unwrap_or_default();
         for (offset, _) in unsearched.match_indices('<') {
             let at = self.searched + offset;
+            if self.is_in_string(text, at) {
+                continue;
+            }
             let (before, rest) = text.split_at(at);
             let is_line = if before.is_empty() { self.is_fresh } else { before.ends_with('\n') };
             match self.tag_ends(rest, is_line, is_whole, types) {
@@ -213,6 +221,20 @@ impl XmlCall {
         } else {
             End::Maybe(text.len())
         }
+    }
+
+    /// Whether a byte of the value is in a string of a list or an object.
+    fn is_in_string(&mut self, text: &str, at: usize) -> bool {
+        let Some((scanner, read)) = &mut self.structure else { return false };
+        let is_structure = text.trim_start_matches(is_blank).starts_with(['{', '[']);
+        let unread = text.as_bytes().get(*read..at).unwrap_or_default();
+        *read = at;
+        // A line break in a string is no JSON: its end was forgotten, or it is no string.
+        if is_structure && unread.iter().all(|byte| scanner.step(*byte) == Step::Inside) {
+            return scanner.is_in_string();
+        }
+        self.structure = None;
+        false
     }
 
     /// Whether a value ends before `rest`, which begins with "<": the bytes of the tag that is taken

@@ -1630,6 +1630,11 @@ typedef enum xserv_constraint_kind {
    * additionalItems, minItems, maxItems, minLength, maxLength, pattern, format, minimum, maximum,
    * exclusiveMinimum, exclusiveMaximum, multipleOf. Other keywords of those drafts that allow or forbid
    * something are refused; annotations and words that no draft has count for nothing, as the drafts say.
+   * Bounds and constants that a 64-bit floating-point number does not hold exactly are refused, and so is
+   * a minProperties of more than one key beside those in required: keys that the schema does not name may
+   * come several times. If an object may have such keys beside ones that it names, strings have no control
+   * characters but those with short escapes (\n, \r, \t, \b, \f), and constants with others are refused.
+   * Times have leap seconds at 23:59:60 UTC only.
    */
   XSERV_CONSTRAINT_JSON_SCHEMA = 1,
   /**
@@ -1659,7 +1664,8 @@ typedef enum xserv_constraint_kind {
  * arguments are what the JSON schema of its tool allows. Where the template writes arguments as
  * plain text between tags, strings have no quotes; a schema that allows strings and other values
  * allows no string that would be read as one of the others, and none of the others that would be
- * read as a string.
+ * read as a string. No such string contains </parameter> or </function>, or has a line that begins
+ * with <parameter=.
  */
 typedef enum xserv_tool_choice {
   /**
@@ -1782,7 +1788,8 @@ typedef struct xserv_request {
   size_t num_prompt_tokens;
   /**
    * The prompt as a conversation: NUL-terminated JSON array of messages, rendered with the
-   * model's chat template (see xserv_chat_options); or NULL.
+   * model's chat template (see xserv_chat_options); or NULL. Integers beyond 64 bits are read as 64-bit
+   * floating-point numbers, in tools and template variables too.
    */
   const char *messages_json;
   /**
@@ -2006,7 +2013,8 @@ typedef struct xserv_request {
    * is refused, in two seconds at most; of a JSON schema the message names the path. A
    * constraint that becomes too complex on the way ends the answer with
    * XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are banned
-   * (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
+   * (logit_bias, min_tokens, no_repeat_ngram_size) or end the answer (end and stop tokens) with
+   * XSERV_STATUS_INVALID_ARGUMENT. On a GPU
    * the host computes which tokens may come while the device computes the logits.
    */
   uint32_t constraint_kind;
