@@ -136,8 +136,7 @@ fn check_size(vocab_size: usize, num_tokens: usize, all: bool) -> Result<usize> 
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_token_score {
-    /// The natural logarithm of the token's softmax over the whole vocabulary, at most 0; NaN where a
-    /// logit of the model is NaN or plus infinity.
+    /// The natural logarithm of the token's softmax over the whole vocabulary: finite, and at most 0.
     pub log_prob: f32,
     /// 1 if no other token was likelier, nor as likely with a lower id; else 0.
     pub is_likeliest: u32,
@@ -206,8 +205,9 @@ pub unsafe extern "C" fn xserv_score_options_init(
 /// threads than one after another.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
-/// XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
-/// cancel token, or because the model was freed).
+/// XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_INVALID_FILE (logits that are not finite: damaged
+/// weights), XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options' cancel token, or
+/// because the model was freed).
 ///
 /// # Safety
 /// `token_ids` is readable for `num_tokens` ids, `options` is NULL or readable for its struct_size,

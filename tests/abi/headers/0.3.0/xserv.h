@@ -2808,8 +2808,7 @@ typedef struct xserv_score_options {
  */
 typedef struct xserv_token_score {
   /**
-   * The natural logarithm of the token's softmax over the whole vocabulary, at most 0; NaN where a
-   * logit of the model is NaN or plus infinity.
+   * The natural logarithm of the token's softmax over the whole vocabulary: finite, and at most 0.
    */
   float log_prob;
   /**
@@ -2896,8 +2895,9 @@ static inline void xserv_score_options_default(xserv_score_options *options) {
  * threads than one after another.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
- * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
- * cancel token, or because the model was freed).
+ * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_INVALID_FILE (logits that are not finite: damaged
+ * weights), XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options' cancel token, or
+ * because the model was freed).
  *
  * # Safety
  * `token_ids` is readable for `num_tokens` ids, `options` is NULL or readable for its struct_size,
