@@ -197,7 +197,9 @@ fn from_integer(integer: Option<i128>) -> Result<Value, Error> {
 fn compare(op: &str, args: &[Value], is_so: fn(Ordering) -> bool) -> Result<Value, Error> {
     let (left, right) = (arg(args, 0)?, arg(args, 1)?);
     let are_texts = left.as_str().is_some() && right.as_str().is_some();
-    if !are_texts && !(is_number(left) && is_number(right)) && !(is_list(left) && is_list(right)) {
+    let are_alike =
+        are_texts || is_number(left) && is_number(right) || is_list(left) && is_list(right);
+    if !are_alike {
         return Err(unsupported(op, left, right));
     }
     Ok(Value::from(left.partial_cmp(right).is_some_and(is_so)))
