@@ -7,6 +7,7 @@
 //! implement is refused, never left out: a text that a matcher has taken to its end follows the whole
 //! constraint.
 
+mod classes;
 mod compiler;
 mod disjoint;
 mod embedded;

@@ -3,8 +3,8 @@
 use llguidance::regex_to_lark;
 use serde_json::{Map, Value};
 
+use super::classes::precise;
 use super::limits;
-use super::rewritten::precise;
 use super::sentence::Told;
 use crate::error::{check_room_for_json, Error, Result};
 

@@ -8,9 +8,10 @@
 use super::budget::{fail, Budget, Text};
 use super::cycle::Cycler;
 use super::json::{write_json, JsonStyle};
+use super::kinds::{is_list, to_list};
 use super::methods::{replace, strip, Side};
 use super::namespace::Namespace;
-use super::operators::{add_filter, arg, is_list, split_args, to_list, Native};
+use super::operators::{add_filter, arg, split_args, Native};
 use super::percent::percent;
 use super::values::{to_text, write_text};
 use minijinja::value::{Rest, Tuple, Value, ValueKind, ValueOrKwargs};

@@ -5,6 +5,7 @@
 //! Transformers renders in Jinja's immutable sandbox, where they are errors too.
 
 use super::budget::{fail, Budget, Text, MAX_OUTPUT_BYTES};
+use super::kinds::to_list;
 use super::operators::{arg, split_args};
 use minijinja::formatting::{format, FormatStyle};
 use minijinja::value::{Tuple, Value, ValueKind};
@@ -90,7 +91,7 @@ fn string_method(
         "splitlines" => splitlines(budget, text, args),
         "join" => {
             let mut joined = Text::default();
-            let items = super::operators::to_list(budget, arg(args, 0)?)?;
+            let items = to_list(budget, arg(args, 0)?)?;
             for (index, item) in items.iter().enumerate() {
                 if index > 0 {
                     budget.bytes(text.len())?;
@@ -425,7 +426,7 @@ fn map_method(
         return Err(Error::from(ErrorKind::UnknownMethod));
     };
     match method {
-        "keys" => Ok(Value::from(super::operators::to_list(budget, value)?)),
+        "keys" => Ok(Value::from(to_list(budget, value)?)),
         "values" => {
             budget.list(value.len().unwrap_or(0))?;
             let pairs = object.try_iter_pairs().into_iter().flatten();

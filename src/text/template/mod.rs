@@ -20,6 +20,7 @@ mod cycle;
 mod filters;
 mod functions;
 mod json;
+mod kinds;
 mod methods;
 mod namespace;
 mod operators;

@@ -3,7 +3,8 @@
 //! Operators have Python's meaning, as Jinja templates expect: `+` on strings and lists, `*`
 //! repeats, slices with any step, `str()` around the operands of `~`.
 
-use super::budget::{fail, no_memory, Budget, Text};
+use super::budget::{fail, Budget, Text};
+use super::kinds::{float, integer, is_list, is_number, to_list};
 use super::namespace::Namespace;
 use super::percent::percent;
 use super::values::{to_text, write_text};
@@ -116,36 +117,6 @@ pub(super) fn split_args(args: &[Value]) -> Result<(&[Value], Kwargs), Error> {
     }
 }
 
-/// Whether a value is a list in the sense of `for`: neither a string nor a map.
-pub(super) fn is_list(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
-}
-
-/// Copies a list's elements, a map's keys or a string's characters into a list that the budget pays
-/// for.
-pub(super) fn to_list(budget: &Budget, value: &Value) -> Result<Vec<Value>, Error> {
-    let len = match value.as_str() {
-        Some(text) => {
-            budget.bytes(text.len())?;
-            text.chars().count()
-        }
-        None => value.len().unwrap_or(0),
-    };
-    if value.is_none() {
-        return Err(fail("none is not iterable"));
-    }
-    budget.list(len)?;
-    let mut list = Vec::new();
-    list.try_reserve_exact(len).map_err(|_| no_memory())?;
-    for item in value.try_iter()? {
-        if list.len() >= len {
-            budget.list(1)?;
-        }
-        list.push(item);
-    }
-    Ok(list)
-}
-
 fn iterated(budget: &Budget, value: &Value) -> Result<Value, Error> {
     if value.is_none() {
         return Err(fail("none is not iterable"));
@@ -162,26 +133,6 @@ fn unsupported(op: &str, left: &Value, right: &Value) -> Error {
         return Error::new(ErrorKind::UndefinedError, format!("an operand of {op} is undefined"));
     }
     fail(format!("{op} is not defined for {} and {}", left.kind(), right.kind()))
-}
-
-fn is_number(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
-}
-
-pub(super) fn integer(value: &Value) -> Option<i128> {
-    match value.kind() {
-        ValueKind::Bool => Some(i128::from(value.is_true())),
-        ValueKind::Number if value.is_integer() => i128::try_from(value.clone()).ok(),
-        _ => None,
-    }
-}
-
-pub(super) fn float(value: &Value) -> Option<f64> {
-    match value.kind() {
-        ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
-        ValueKind::Number => f64::try_from(value.clone()).ok(),
-        _ => None,
-    }
 }
 
 fn from_integer(integer: Option<i128>) -> Result<Value, Error> {

@@ -1,7 +1,7 @@
 //! `%` between a string and values, as Python formats them.
 
 use super::budget::{fail, Budget, Text};
-use super::operators::{float, integer};
+use super::kinds::{float, integer, to_list};
 use super::values::{to_repr, to_text};
 use minijinja::value::{Value, ValueKind};
 use minijinja::Error;
@@ -25,7 +25,7 @@ struct Directive {
 pub(super) fn percent(budget: &Budget, format: &str, values: &Value) -> Result<Value, Error> {
     budget.bytes(format.len().saturating_mul(4))?;
     let all: Vec<Value> = match values.is_tuple() {
-        true => super::operators::to_list(budget, values)?,
+        true => to_list(budget, values)?,
         false => vec![values.clone()],
     };
     let is_map = values.kind() == ValueKind::Map;
