@@ -17,6 +17,8 @@ pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 #[cfg(target_arch = "x86_64")]
+mod x86_bf16;
+#[cfg(target_arch = "x86_64")]
 mod x86_dot;
 
 use crate::error::{Error, Result};

@@ -73,7 +73,7 @@ pub(super) fn made_bytes(
     }
 }
 
-/// A weight whose products with some rows are taken in tiles.
+/// A weight whose products with some rows are taken in bf16, in tiles or by a panel that is made.
 #[derive(Clone, Copy)]
 pub(super) enum TiledWeight<'a> {
     Dense(&'a PackedMatrix),
@@ -81,7 +81,7 @@ pub(super) enum TiledWeight<'a> {
 }
 
 impl<'a> TiledWeight<'a> {
-    /// Returns the weight if its products with `num_rows` rows are taken in tiles.
+    /// Returns the weight if its products with `num_rows` rows are taken so.
     pub fn new(backend: &CpuBackend, num_rows: usize, weight: HostWeight<'a>) -> Option<Self> {
         if num_rows == 0 || weight.in_features() == 0 {
             return None;
@@ -99,7 +99,7 @@ impl<'a> TiledWeight<'a> {
         }
     }
 
-    /// Arranges rows of x in tiles, as the weight takes them.
+    /// Rounds rows of x to bf16 and arranges them as the weight takes them: in tiles where there are such.
     pub fn make_rows(self, backend: &CpuBackend, x: &[f32], tiles: &mut HostBuffer) -> Result<()> {
         match self {
             TiledWeight::Dense(weight) => {
