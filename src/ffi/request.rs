@@ -218,7 +218,10 @@ pub struct xserv_request {
     /// With messages_json: 0 (default): special tokens written in messages and tools, such as
     /// <|im_end|>, are ordinary text, so that no text can pretend to be another turn (in messages
     /// of the assistant, tags such as <think> keep their meaning; template_variables_json always
-    /// do). 1: they become their ids, as in Transformers; only for text that you trust.
+    /// do). They are found in texts as these were given: a template that takes something out of the
+    /// middle of texts or changes their letters can make one afterwards, and so can a tokenizer that
+    /// finds special tokens in normalised text. 1: they become their ids, as in Transformers; only
+    /// for text that you trust.
     pub parse_special_in_messages: u8,
     /// Unused, 0.
     pub reserved: [u8; 1],
