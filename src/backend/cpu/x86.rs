@@ -70,17 +70,6 @@ unsafe fn tile_avx512<E: Element, const ROWS: usize, const GROUPS: usize>(operan
     unsafe { tile::<E, ROWS, GROUPS>(operands) }
 }
 
-/// # Safety
-/// As [`run_avx512_bf16`], and as [`Operands`] says.
-#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-#[inline(never)]
-pub(super) unsafe fn tile_avx512_bf16<E: Element, const ROWS: usize, const GROUPS: usize>(
-    operands: &Operands<E>,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { tile::<E, ROWS, GROUPS>(operands) }
-}
-
 macro_rules! fused {
     ($isa:ty, $vector:ty, $bf16:ty, $tiles:ty) => {
         impl Simd for $isa {

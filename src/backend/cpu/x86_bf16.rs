@@ -2,8 +2,7 @@
 
 use super::math::bf16_bits;
 use super::simd::{Element, Operands, PairElement, Vector16};
-use super::tile::Bf16;
-use super::x86::tile_avx512_bf16;
+use super::tile::{tile, Bf16};
 use std::arch::x86_64::*;
 
 /// [`Simd::store_bf16`](super::simd::Simd::store_bf16). Subnormal numbers become zeros, as which products of bf16 take them anyway.
@@ -41,6 +40,17 @@ pub(super) unsafe fn store_bf16_pairs(first: __m512, second: __m512, target: *mu
         let places = _mm512_loadu_si512(PAIRS.as_ptr().cast());
         _mm512_storeu_si512(target.cast(), _mm512_permutexvar_epi16(places, both));
     }
+}
+
+/// # Safety
+/// The machine has AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C, and as [`Operands`] says.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[inline(never)]
+unsafe fn tile_avx512_bf16<E: Element, const ROWS: usize, const GROUPS: usize>(
+    operands: &Operands<E>,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe { tile::<E, ROWS, GROUPS>(operands) }
 }
 
 /// bf16 by the bf16 dot product: two products and two additions an instruction.
