@@ -258,21 +258,30 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
         uint2 old[S::kTiles][2];
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) old[t][0] = rows[0].load(p, tile + t), old[t][1] = rows[1].load(p, tile + t);
+        // All are read at once: between the stores each would be waited for.
+        if (has_one_group) {
+          uint4 fours[S::kTiles];
+          const auto place = [&](int t) { return static_cast<int64_t>(min(tile + t, p.num_tiles - 1)) * 4 + quarter; };
+          if (is_f32) {
 #pragma unroll
-        for (int t = 0; t < S::kTiles; ++t) {
-          float* v = total + t * 8;
-          if (has_one_group) {
-            const int64_t at = static_cast<int64_t>(min(tile + t, p.num_tiles - 1)) * 16 + quarter * 4;
-            uint4 four = make_uint4(0, 0, 0, 0);
-            if (is_f32) {
-              four = reinterpret_cast<const uint4*>(p.row_scales)[at / 4];
-            } else {
-              const uint2 two = reinterpret_cast<const uint2*>(p.row_scales)[at / 4];
-              four.x = two.x, four.y = two.y;
+            for (int t = 0; t < S::kTiles; ++t) fours[t] = static_cast<const uint4*>(p.row_scales)[place(t)];
+          } else {
+#pragma unroll
+            for (int t = 0; t < S::kTiles; ++t) {
+              const uint2 two = static_cast<const uint2*>(p.row_scales)[place(t)];
+              fours[t] = make_uint4(two.x, two.y, 0, 0);
             }
-            const float4 f = scale_four(four, scale_type);
+          }
+#pragma unroll
+          for (int t = 0; t < S::kTiles; ++t) {
+            float* v = total + t * 8;
+            const float4 f = scale_four(fours[t], scale_type);
             v[0] *= f.x, v[1] *= f.z, v[2] *= f.x, v[3] *= f.z, v[4] *= f.y, v[5] *= f.w, v[6] *= f.y, v[7] *= f.w;
           }
+        }
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) {
+          const float* v = total + t * 8;
 #pragma unroll
           for (int second = 0; second < 2; ++second) {
             const float4 sum = make_float4(v[second * 2], v[second * 2 + 1], v[4 + second * 2], v[5 + second * 2]);
