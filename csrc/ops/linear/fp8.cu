@@ -55,16 +55,6 @@ __device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four codes in order as two pairs of f16.
-__device__ __forceinline__ void decode_four(uint32_t word, uint32_t (&pairs)[2]) {
-  constexpr uint32_t kScale = 0x5c005c00u;  // 2^8
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t high = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);  // each in the upper byte of a half
-    pairs[i] = multiply_pairs(masked_or<0x3f803f80u>(high >> 1, high & 0x80008000u), kScale, __half());
-  }
-}
-
 __device__ __forceinline__ void copy_16(uint32_t target, const void* source, bool is_wanted) {
   asm volatile(
       "{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(target),
@@ -229,7 +219,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
         for (int four = 0; four < 4; ++four) {
           uint32_t first[2], second[2];
-          decode_four(lows[four], first), decode_four(highs[four], second);
+          decode_in_order(lows[four], first, __half()), decode_in_order(highs[four], second, __half());
           a[r][four][0] = first[0], a[r][four][1] = second[0], a[r][four][2] = first[1], a[r][four][3] = second[1];
         }
       }
@@ -240,7 +230,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
         for (int four = 0; four < 4; ++four) {
           uint32_t b[2];
-          decode_four(words[four], b);
+          decode_in_order(words[four], b, __half());
 #pragma unroll
           for (int r = 0; r < kFp8Tiles; ++r) mma_m16n8k16<__half>(products[r][j], a[r][four], b[0], b[1]);
         }

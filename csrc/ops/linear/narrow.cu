@@ -45,6 +45,7 @@ struct DenseRows {
 
   __device__ __forceinline__ explicit DenseRows(const LinearNarrowParams& params) : p(params) {}
 
+  __device__ __forceinline__ int place(int part) const { return part * 32 + quarter * 8; }
   __device__ __forceinline__ void prepare(const uint4 (&)[kStep / 32], int) const {}
 
   template <bool kIsGated>

@@ -31,6 +31,7 @@
 //   kStep           elements of a row in a step, a multiple of 32 of which a lane has 8 neighbours each
 //   kSteps          the most steps of a warp in a pass
 //   kRows           rows of W in a tile, 16 or 8
+//   place(part)     where the lane's 8 neighbours of a part of a step, 32 elements, are in the step
 //   prepare(inputs, i)      what is made of the inputs of a step once, for all tiles
 //   piece(...)      a tile and a pass over in_features, as one lane sees it
 //   load(piece, i), multiply(sums, inputs, i)    a step of it; sums as in finish()
@@ -84,12 +85,13 @@ struct LinearNarrow {
   // Elements that do not exist, and those of steps that the warp does not have, are zero.
   __device__ __forceinline__ void load_inputs(int pass, int i) {
     // Tokens that do not exist have the values of the last one; nobody reads their sums.
-    const int token = min(row, p.num_tokens - 1), first = (first_step(pass) + i) * kStep + quarter * 8;
+    const int token = min(row, p.num_tokens - 1), first = (first_step(pass) + i) * kStep;
     const char* source = static_cast<const char*>(p.x) + (token * p.ldx + first) * 2;
     const int end = i < p.steps ? p.in_features : 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      inputs[i][part] = first + part * 32 < end ? load_activations(source + part * 64) : make_uint4(0, 0, 0, 0);
+      const int place = weights.place(part);
+      inputs[i][part] = first + place < end ? load_activations(source + place * 2) : make_uint4(0, 0, 0, 0);
     }
   }
 
@@ -117,11 +119,12 @@ struct LinearNarrow {
     const float scale = rsqrtf(total / p.in_features + p.eps);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int first = (first_step(0) + i) * kStep + quarter * 8;
+      const int first = (first_step(0) + i) * kStep;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         // Inputs that do not exist stay zero, whatever the factor.
-        const uint4 factor = *reinterpret_cast<const uint4*>(factors + min(first + part * 32, p.in_features - 8) * 2);
+        const int input = min(first + weights.place(part), p.in_features - 8);
+        const uint4 factor = *reinterpret_cast<const uint4*>(factors + input * 2);
         uint4& v = inputs[i][part];
         // Without this the compiler keeps what it unpacked for the squares, which takes twice the registers.
         asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));

@@ -370,6 +370,9 @@ kernels! {
         LINEAR_NARROW_SWIGLU_16 "xserv_linear_narrow_swiglu_16" f16 bf16;
     }
     "linear/narrow_quantised" {
+        LINEAR_NARROW_FP8_NORM "xserv_linear_narrow_fp8_norm" f16 bf16;
+        LINEAR_NARROW_FP8_RESIDUAL "xserv_linear_narrow_fp8_residual" f16 bf16;
+        LINEAR_NARROW_FP8_SWIGLU "xserv_linear_narrow_fp8_swiglu" f16 bf16;
         LINEAR_NARROW_QUANTISED_NORM_FP8_1 "xserv_linear_narrow_quantised_norm_fp8_1" f16 bf16;
         LINEAR_NARROW_QUANTISED_NORM_FP8_2 "xserv_linear_narrow_quantised_norm_fp8_2" f16 bf16;
         LINEAR_NARROW_QUANTISED_NORM_FP8_4 "xserv_linear_narrow_quantised_norm_fp8_4" f16 bf16;

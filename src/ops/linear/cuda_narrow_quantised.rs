@@ -1,10 +1,11 @@
 //! Linear layers for up to 8 tokens of a narrow model whose weights have 4 or 8 bits, fused as those of
 //! [`cuda_narrow`](super::cuda_narrow): `csrc/ops/linear/narrow_quantised.cu`.
 
+use super::cuda_fp8::is_fp8_weight;
 use super::cuda_narrow::{Division, NARROW_TOKENS};
 use super::cuda_quantised_blocks::{check_product, is_quantised_weight, units};
 use super::{quantised_kernels, Epilogue};
-use crate::backend::cuda::{kernel_struct, Arguments};
+use crate::backend::cuda::{kernel_struct, Arguments, KernelByHalf};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
@@ -44,11 +45,20 @@ const MAX_STEPS: i32 = 2;
 fn divide(num_tokens: usize, layout: &TileLayout, result: Epilogue) -> Option<Division> {
     let is_served = (1..=NARROW_TOKENS).contains(&num_tokens)
         && is_quantised_weight(layout)
-        && !layout.format().quantises_inputs
+        && (!layout.format().quantises_inputs || is_fp8_weight(layout))
         && layout.is_gated() == (result == Epilogue::SwiGlu);
     let all = layout.in_features().div_ceil(STEP);
     let all = i32::try_from(all).ok().filter(|_| is_served)?;
     Division::new(TILE_ROWS as i32, all, MAX_STEPS, result != Epilogue::AddResidual)
+}
+
+fn kernel(layout: &TileLayout, result: Epilogue, has_norm: bool) -> Option<KernelByHalf> {
+    let format = layout.format();
+    if format.quantises_inputs {
+        return quantised_kernels::narrow_fp8(result, has_norm);
+    }
+    let (scales, _) = units(layout, STEP);
+    quantised_kernels::narrow(format.code, scales, result, has_norm)
 }
 
 /// Returns the most tokens, up to [`NARROW_TOKENS`], that the kernels of this file can multiply by a
@@ -62,7 +72,8 @@ pub fn max_narrow_quantised_tokens(layout: &TileLayout, result: Epilogue) -> usi
 }
 
 /// Does with a quantised weight what [`linear_narrow`](super::cuda_narrow::linear_narrow) does.
-/// Nothing but the results is rounded.
+/// Nothing but the results is rounded: activations stay as they are also where the format has them in FP8, which
+/// takes these kernels longer than it saves.
 pub fn linear_narrow_quantised(
     context: &ComputeContext,
     x: &Tensor,
@@ -85,9 +96,8 @@ pub fn linear_narrow_quantised(
     let norm_weight = norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data());
     let is_aligned = (x.data() as usize | norm_weight as usize).is_multiple_of(16);
     let division = divide(num_tokens as usize, layout, result).filter(|_| is_aligned);
-    let (scales, group_factor) = units(layout, STEP);
-    let kernel = quantised_kernels::narrow(layout.format().code, scales, result, norm.is_some());
-    let kernel = kernel.and_then(|kernel| kernel.of(dtype));
+    let (_, group_factor) = units(layout, STEP);
+    let kernel = kernel(layout, result, norm.is_some()).and_then(|kernel| kernel.of(dtype));
     let (Some(division), Some(kernel)) = (division, kernel) else {
         return Err(Error::internal(format!(
             "no narrow product of {num_tokens} tokens, {layout:?}"
@@ -131,12 +141,11 @@ mod tests {
 
     #[test]
     fn inputs_are_divided_among_warps_and_passes_whole() {
-        for (code, group_size) in
-            Code::ALL.iter().flat_map(|&code| [128, 64, 96].map(|size| (code, size)))
-        {
+        let formats =
+            Code::ALL.iter().flat_map(|&code| [128, 64, 96].map(|size| (code, size, false)));
+        for (code, group_size, quantises_inputs) in formats.chain([(Code::Fp8, 256, true)]) {
             let (has_zeros, scale) = (false, DType::F32);
-            let format =
-                QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false };
+            let format = QuantFormat { code, group_size, has_zeros, scale, quantises_inputs };
             for k in (1..=2048).map(|i| i * 8) {
                 for result in [Epilogue::Store, Epilogue::SwiGlu, Epilogue::AddResidual] {
                     let has_norm = result != Epilogue::AddResidual;
@@ -150,8 +159,7 @@ mod tests {
                     assert!(all * STEP >= k, "{k} {division:?}");
                     assert!(division.steps <= MAX_STEPS && division.warps <= 16);
                     assert!(division.shared_bytes(k as i32, has_norm) <= 48 << 10);
-                    let (scales, _) = units(&layout, STEP);
-                    assert!(quantised_kernels::narrow(code, scales, result, has_norm).is_some());
+                    assert!(kernel(&layout, result, has_norm).is_some());
                 }
             }
             let layout = TileLayout::new(48, 64, format, false).unwrap();

@@ -154,3 +154,14 @@ pub(super) fn narrow(
         _ => return None,
     })
 }
+
+/// Returns the kernel of `cuda_narrow_quantised` for FP8 in pieces.
+pub(super) fn narrow_fp8(result: Epilogue, has_norm: bool) -> Option<KernelByHalf> {
+    use Epilogue::{AddResidual, Store, SwiGlu};
+    Some(match (result, has_norm) {
+        (Store, true) => kernels::LINEAR_NARROW_FP8_NORM,
+        (SwiGlu, true) => kernels::LINEAR_NARROW_FP8_SWIGLU,
+        (AddResidual, false) => kernels::LINEAR_NARROW_FP8_RESIDUAL,
+        _ => return None,
+    })
+}

@@ -34,6 +34,11 @@ fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> Quant
     QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false }
 }
 
+/// FP8 whose activations become FP8 for more tokens.
+fn fp8(group_size: usize, scale: DType) -> QuantFormat {
+    QuantFormat { quantises_inputs: true, ..format(Code::Fp8, group_size, false, scale) }
+}
+
 /// Compares products of several numbers of tokens with those in f64.
 fn check(context: &Arc<ComputeContext>, case: Case) {
     let Case { dtype, format, epilogue, size: (n, k), .. } = case;
@@ -86,6 +91,8 @@ fn products_of_narrow_models_with_quantised_weights_on_cuda() {
             (Code::Int8, ROW, true, DType::F32, (40, 8)),
             (Code::Fp8, 128, false, DType::F32, (2130, 2056)),
             (Code::Fp8, ROW, false, DType::BF16, (24, 1544)),
+            (Code::Fp8, 32, false, DType::F32, (520, 1000)),
+            (Code::Fp8, 64, false, DType::BF16, (33, 1024)),
         ] {
             let format = format(code, group_size, has_zeros, scale);
             for has_bias in [false, true] {
@@ -112,6 +119,42 @@ fn products_of_narrow_models_with_quantised_weights_on_cuda() {
     }
 }
 
+/// The same where activations become FP8 for more tokens: inputs of a part of a step, of whole steps and of several
+/// passes.
+#[test]
+fn products_of_narrow_models_in_fp8_on_cuda() {
+    let Some(context) = context() else { return };
+    for dtype in HALVES {
+        for (group_size, scale, size) in [
+            (128, DType::F32, (72, 1024)),
+            (128, DType::BF16, (4104, 2048)),
+            (256, DType::F16, (37, 904)),
+            (ROW, DType::F32, (1003, 1544)),
+            (ROW, DType::BF16, (24, 8)),
+            (128, DType::BF16, (130, 4096)),
+        ] {
+            let format = fp8(group_size, scale);
+            for (epilogue, has_bias) in [
+                (Epilogue::Store, false),
+                (Epilogue::Store, true),
+                (Epilogue::SwiGlu, false),
+                (Epilogue::AddResidual, false),
+            ] {
+                check(&context, Case { dtype, format, epilogue, has_bias, size });
+            }
+        }
+        for (group_size, scale, size) in [
+            (128, DType::F32, (1024, 3072)),
+            (ROW, DType::BF16, (66, 8192)),
+            (384, DType::F32, (5, 18_944)),
+            (128, DType::BF16, (2113, 6152)),
+        ] {
+            let (format, epilogue) = (fp8(group_size, scale), Epilogue::AddResidual);
+            check(&context, Case { dtype, format, epilogue, has_bias: false, size });
+        }
+    }
+}
+
 #[test]
 fn quantised_products_of_narrow_models_that_no_kernel_serves_are_refused_on_cuda() {
     let Some(context) = context() else { return };
@@ -130,8 +173,8 @@ fn quantised_products_of_narrow_models_that_no_kernel_serves_are_refused_on_cuda
         linear_narrow_quantised(&context, &x, norm, &weight, bias, epilogue, &out).is_ok()
     };
     assert!(is_served(8, 1024, true, Epilogue::Store, true));
-    assert!(!is_served(9, 1024, true, Epilogue::Store, false));
-    assert!(!is_served(9, 1024, false, Epilogue::AddResidual, false));
+    assert!(!is_served(NARROW_TOKENS + 1, 1024, true, Epilogue::Store, false));
+    assert!(!is_served(NARROW_TOKENS + 1, 1024, false, Epilogue::AddResidual, false));
     assert!(!is_served(8, 4160, true, Epilogue::Store, false));
     assert!(!is_served(1, 1028, true, Epilogue::Store, false));
     assert!(!is_served(1, 1024, false, Epilogue::Store, false));
