@@ -315,9 +315,7 @@ typedef enum xserv_dtype {
  */
 typedef enum xserv_weights {
   /**
-   * As the files have them: also quantised ones, which are kept so. Products with FP8 weights in
-   * blocks of 128 inputs quantise their activations too, where the config says that its
-   * activation_scheme is dynamic.
+   * As the files have them: also quantised ones, which are kept so.
    */
   XSERV_WEIGHTS_AS_STORED = 0,
   /**
@@ -351,22 +349,37 @@ typedef enum xserv_kv_cache_format {
 } xserv_kv_cache_format;
 
 /**
- * What products with weights of integers take their activations as on the CPU.
+ * What products with quantised weights take their activations as.
+ *
+ * With weights of 4 and 8 bits on the CPU (integers, quantised at load or stored so) these are integers of
+ * 16 bits, unless XSERV_ACTIVATIONS_INT8 is chosen, with a scale for each group of inputs, or each 128 of a
+ * longer one: within 1/65024 of the largest activation of the group. In steps of many tokens of a bf16
+ * model, a processor with AMX or AMD's AVX-512 BF16 may take them in bf16 instead, unless
+ * xserv_load_options.deterministic is 1.
  */
 typedef enum xserv_activations {
   /**
-   * Integers of 16 bits, with a scale for each group of inputs, or each 128 of a longer one: within
-   * 1/65024 of the largest activation of the group. In steps of many tokens of a bf16 model, a processor
-   * with AMX or AMD's AVX-512 BF16 may take them in bf16 instead, unless
-   * xserv_load_options.deterministic is 1.
+   * Where weights are FP8, as the folder's config says: if it quantises activations to FP8 (quant_method
+   * fp8 and modelopt, and groups of compressed-tensors with input_activations of 8 bits and type float),
+   * they are e4m3 with a scale for each token and 128 inputs, found as they come, on the CPU and on a
+   * GPU. Scales in the files (input_scale) are not used. Activations stay as they are computed where a
+   * scale of the weight is for a part of a row that is no multiple of 128 inputs, and on Hopper in steps
+   * of up to 8 requests of models up to 2,048 wide that are not deterministic.
    */
   XSERV_ACTIVATIONS_AS_COMPUTED = 0,
   /**
-   * Integers of 8 bits with such scales, within 1/254 of the largest activation of the group. Prompts are
-   * faster, most with long groups, where the processor multiplies bytes (AMX, VNNI). With groups of fewer
-   * than 64 inputs, a processor with AMX may take them in bf16 in such steps as well.
+   * The same, and with weights of 4 and 8 bits on the CPU integers of 8 bits, within 1/254 of the largest
+   * activation of the group. Prompts are faster, most with long groups, where the processor multiplies
+   * bytes (AMX, VNNI). With groups of fewer than 64 inputs, a processor with AMX may take them in bf16 in
+   * steps of many tokens as well. Without such weights, and on a GPU, it changes nothing.
    */
   XSERV_ACTIVATIONS_INT8 = 1,
+  /**
+   * Never 8 bits, whatever the folder's config says: with FP8 weights activations stay as they are
+   * computed. Results are nearer to those of the numbers that the codes stand for; on a GPU prompts and
+   * many requests at once take longer.
+   */
+  XSERV_ACTIVATIONS_UNQUANTISED = 2,
 } xserv_activations;
 
 /**
@@ -722,9 +735,8 @@ typedef struct xserv_load_options {
    */
   const char *kept_weights;
   /**
-   * An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at
-   * load or stored so) take their activations as on the CPU; default
-   * XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a GPU, it changes nothing.
+   * An xserv_activations: what products with quantised weights take their activations as;
+   * default XSERV_ACTIVATIONS_AS_COMPUTED.
    */
   uint32_t activations;
   /**

@@ -20,7 +20,7 @@ use super::text_files::{read_generation_config, read_templates};
 use super::tokenizer_reader::TokenizerReader;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
-use crate::model::{LoadOptions, Model, ModelHeaders, Workspace};
+use crate::model::{ActivationFormat, LoadOptions, Model, ModelHeaders, Workspace};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
 use crate::text::{shortened, SpecialTokens};
@@ -53,6 +53,9 @@ pub(super) fn read_headers(path: &str, options: &EngineOptions) -> Result<ModelH
     }
     if let Some(format) = embeddings {
         headers.quantise_tokens(format);
+    }
+    if options.activations == ActivationFormat::Unquantised {
+        headers.keep_activations();
     }
     Ok(headers)
 }

@@ -30,8 +30,7 @@ pub struct EngineOptions {
     pub dtype: Option<DType>,
     /// What the KV cache stores, if not numbers of that type.
     pub kv_format: KvFormat,
-    /// What products with weights of integers take their activations as, on the CPU. On a GPU they are
-    /// numbers of the type that is computed with.
+    /// What products with quantised weights take their activations as.
     pub activations: ActivationFormat,
     /// The storage of the matrices of the layers.
     pub weights: WeightStorage,

@@ -173,9 +173,8 @@ pub struct xserv_load_options {
     /// embeddings that are quantised at load, and with random_weights. xserv_plan does not look at
     /// the file.
     pub kept_weights: *const c_char,
-    /// An xserv_activations: what products with weights of 4 and 8 bits (integers, quantised at
-    /// load or stored so) take their activations as on the CPU; default
-    /// XSERV_ACTIVATIONS_AS_COMPUTED. Without such weights, and on a GPU, it changes nothing.
+    /// An xserv_activations: what products with quantised weights take their activations as;
+    /// default XSERV_ACTIVATIONS_AS_COMPUTED.
     pub activations: u32,
     /// Must be 0.
     pub reserved: u32,
@@ -415,6 +414,9 @@ fn activations_option(value: u32) -> Result<ActivationFormat> {
             Ok(ActivationFormat::AsComputed)
         }
         v if v == xserv_activations::XSERV_ACTIVATIONS_INT8 as u32 => Ok(ActivationFormat::Int8),
+        v if v == xserv_activations::XSERV_ACTIVATIONS_UNQUANTISED as u32 => {
+            Ok(ActivationFormat::Unquantised)
+        }
         v => Err(Error::invalid_argument(format!(
             "options.activations is {v}, not an xserv_activations"
         ))),

@@ -59,6 +59,15 @@ impl ModelHeaders {
         }
     }
 
+    /// Has all products keep their activations as they are computed, whatever the folder's config says of
+    /// FP8.
+    pub fn keep_activations(&mut self) {
+        self.presumed.keep_activations();
+        if let Some(output) = &mut self.stored_output {
+            output.keep_activations();
+        }
+    }
+
     /// Takes from a file of kept weights whether an output matrix that is stored although it is
     /// declared tied is the embedding, if the file tells and the model is the one that it was made
     /// from.

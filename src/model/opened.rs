@@ -61,6 +61,11 @@ impl ModelFolder {
         self.plan.quantise_tokens(format);
     }
 
+    /// Has all products keep their activations.
+    pub(super) fn keep_activations(&mut self) {
+        self.plan.keep_activations();
+    }
+
     /// Returns the element type that [`LoadOptions::dtype`] `None` stands for.
     pub fn stored_dtype(&self) -> Result<DType> {
         Ok(self.plan.totals()?.stored_dtype())

@@ -89,7 +89,7 @@ fn embeddings_in_8_bits_take_the_memory_that_was_planned() {
 
 /// With any weights.
 #[test]
-fn activations_of_8_bits_take_the_memory_that_was_planned() {
+fn activations_of_any_format_take_the_memory_that_was_planned() {
     use xserv_activations::*;
     let tokens_of = |activations: u32, weights| {
         let options = xserv_load_options { activations, weights, num_threads: 2, ..load_options() };
@@ -103,11 +103,13 @@ fn activations_of_8_bits_take_the_memory_that_was_planned() {
         model.generate(&request).unwrap().ids.len()
     };
     for weights in 0..3 {
-        for activations in [XSERV_ACTIVATIONS_AS_COMPUTED, XSERV_ACTIVATIONS_INT8] {
+        for activations in
+            [XSERV_ACTIVATIONS_AS_COMPUTED, XSERV_ACTIVATIONS_INT8, XSERV_ACTIVATIONS_UNQUANTISED]
+        {
             assert_eq!(tokens_of(activations as u32, weights), 8);
         }
     }
-    for activations in [2, u32::MAX] {
+    for activations in [3, u32::MAX] {
         let options = xserv_load_options { activations, ..load_options() };
         let refused = load(&tiny(), &options).err();
         assert_eq!(refused, Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));

@@ -4,6 +4,7 @@
 //! cargo bench --bench steps -- FOLDER [--random] [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64]
 //!     [--profile] [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--cpu THREADS] [--read-gbs N]
 //!     [--tflops N] [--json] [--weights int8|int4] [--group-size N] [--embeddings int8] [--fp8-cache]
+//!     [--unquantised-activations]
 //! ```
 //!
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of
@@ -15,7 +16,8 @@
 //! `--prefill T`: a prompt of T tokens up to its first token. Times are medians, in milliseconds.
 //! The limits follow from the rates at which the GPU reads and multiplies, which are measured in
 //! the same run (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or
-//! f16 with `--f16`; `--fp8-cache` keeps keys and values in 8 bits. `--profile` adds where each
+//! f16 with `--f16`; `--fp8-cache` keeps keys and values in 8 bits, `--unquantised-activations`
+//! keeps activations that the config of FP8 weights quantises. `--profile` adds where each
 //! step's time goes: a table of the parts of all layers that adds up to the step. `--cpu` times the
 //! CPU instead. `tests/bench/make_random_model.py` makes folders, with `--config-only` those that
 //! `--random` needs.
@@ -64,6 +66,7 @@ struct Options {
     profile: bool,
     deterministic: bool,
     kv_format: KvFormat,
+    keeps_activations: bool,
     dtype: DType,
     choice: TokenChoice,
     json: bool,
@@ -89,6 +92,7 @@ fn options() -> Option<Options> {
         profile: false,
         deterministic: false,
         kv_format: KvFormat::Dense,
+        keeps_activations: false,
         dtype: DType::BF16,
         choice: TokenChoice::Greedy,
         json: false,
@@ -103,6 +107,7 @@ fn options() -> Option<Options> {
             "--cpu" => options.cpu_threads = Some(args.next()?.parse().ok()?),
             "--deterministic" => options.deterministic = true,
             "--fp8-cache" => options.kv_format = KvFormat::Fp8,
+            "--unquantised-activations" => options.keeps_activations = true,
             "--draw" => {
                 let text = args.next()?;
                 let mut parts = text.split(',');
@@ -207,6 +212,9 @@ fn load(options: &Options) -> Option<Model> {
     }
     if let Some(format) = options.embeddings.embeddings_format().expect("a format") {
         headers.quantise_tokens(format);
+    }
+    if options.keeps_activations {
+        headers.keep_activations();
     }
     let folder = headers.settle(None, &mut |_| true).expect("a folder");
     let load_options = LoadOptions {

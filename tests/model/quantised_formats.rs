@@ -37,12 +37,13 @@ fn all_formats_are_what_their_writers_say() {
         scale,
         quantises_inputs: false,
     };
-    let fp8 = |group_size, scale| QuantFormat {
+    // Activations are quantised as the config says, but not with a scale for fewer inputs than 128 and than a row.
+    let fp8 = |group_size, scale, quantises_inputs| QuantFormat {
         code: Code::Fp8,
         group_size,
         has_zeros: false,
         scale,
-        quantises_inputs: false,
+        quantises_inputs,
     };
     use DType::{BF16, F16, F32};
     // The formats of up_proj, which has 64 inputs.
@@ -52,12 +53,12 @@ fn all_formats_are_what_their_writers_say() {
         ("auto-round-gptq", int4(32, false, F16)),
         ("awq", int4(32, true, F16)),
         ("awq-rows", int4(64, true, F16)),
-        ("fp8-block", fp8(32, BF16)),
-        ("fp8-blocks", fp8(32, BF16)),
-        ("fp8-dynamic", fp8(64, BF16)),
-        ("fp8-partial-blocks", fp8(40, F32)),
-        ("fp8-static", fp8(64, F32)),
-        ("fp8-tensor", fp8(64, F32)),
+        ("fp8-block", fp8(32, BF16, false)),
+        ("fp8-blocks", fp8(32, BF16, false)),
+        ("fp8-dynamic", fp8(64, BF16, false)),
+        ("fp8-partial-blocks", fp8(40, F32, false)),
+        ("fp8-static", fp8(64, F32, false)),
+        ("fp8-tensor", fp8(64, F32, true)),
         ("gptq-desc-act", int4(32, true, F16)),
         ("gptq-desc-act-8-bits", int8(48, false, F16)),
         ("gptq-partial-group", int4(40, true, F16)),

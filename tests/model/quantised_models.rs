@@ -1,10 +1,12 @@
 //! Whole models whose files are quantised, against the same models with every number written out.
 
+use std::sync::Arc;
+
 use serde_json::{json, Value};
+use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
-use xserv::model::{ActivationFormat, KvFormat};
-use xserv::model::{Model, ModelFolder};
+use xserv::model::{ActivationFormat, KvFormat, LoadOptions, Model, ModelFolder};
 
 use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, TempDir, TestModel};
@@ -61,6 +63,11 @@ fn int4(symmetric: bool) -> Value {
         "group_size": 32, "dynamic": false})
 }
 
+fn fp8(strategy: &str) -> Value {
+    json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy,
+        "block_structure": [128, 128], "dynamic": false})
+}
+
 fn packed(bits: usize, group: usize, symmetric: bool) -> Form {
     Form::Packed { bits, group, symmetric }
 }
@@ -87,9 +94,14 @@ fn cases() -> Vec<Case> {
         },
         Case {
             name: "FP8 in blocks",
-            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static",
-                "weight_block_size": [128, 128]}),
-            form_of: |_| Some(Form::Fp8Blocks),
+            config: compressed("float-quantized", &["lm_head"], fp8("block")),
+            form_of: |_| Some(Form::Fp8 { block: [128, 128] }),
+            output: None,
+        },
+        Case {
+            name: "FP8 in rows",
+            config: compressed("float-quantized", &["lm_head"], fp8("channel")),
+            form_of: |_| Some(Form::Fp8 { block: [1, usize::MAX] }),
             output: None,
         },
         Case {
@@ -329,54 +341,147 @@ fn quantised_files_on_cuda_are_the_numbers_that_they_stand_for() {
     });
 }
 
+/// The FP8 models whose configs have activations in FP8 too.
+fn cases_with_fp8_inputs() -> Vec<Case> {
+    let by_groups = |weights: Value, inputs: Value| {
+        let mut config = compressed("float-quantized", &["lm_head"], weights);
+        config["config_groups"]["group_0"]["input_activations"] = inputs;
+        config
+    };
+    let tokens = json!({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": true});
+    let measured = json!({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": false});
+    vec![
+        Case {
+            name: "blocks, dynamic",
+            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128]}),
+            form_of: |_| Some(Form::Fp8Blocks),
+            output: None,
+        },
+        Case {
+            name: "blocks, static",
+            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static",
+                "weight_block_size": [128, 128]}),
+            form_of: |_| Some(Form::Fp8Blocks),
+            output: None,
+        },
+        Case {
+            name: "rows, a scale for each token",
+            config: by_groups(fp8("channel"), tokens),
+            form_of: |_| Some(Form::Fp8 { block: [1, usize::MAX] }),
+            output: None,
+        },
+        Case {
+            name: "matrices, a scale that was measured",
+            config: by_groups(fp8("tensor"), measured),
+            form_of: |_| Some(Form::Fp8 { block: [usize::MAX, usize::MAX] }),
+            output: None,
+        },
+        Case {
+            name: "matrices of Model Optimizer",
+            config: json!({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
+            form_of: |_| Some(Form::Fp8 { block: [usize::MAX, usize::MAX] }),
+            output: None,
+        },
+    ]
+}
+
 /// Activations in FP8 are the same numbers on the CPU and on a GPU. A number that falls on the other side
 /// of the middle of two codes changes by a step of FP8, and with it what later layers round: a few rows
 /// of f32, all rows of bf16, which are then as far from each other as two roundings to FP8 are.
 #[test]
 fn activations_in_fp8_are_the_same_on_every_device() {
-    let case = cases().into_iter().find(|case| case.name == "FP8 in blocks").expect("the case");
-    let config = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128]});
-    let dynamic = Case { config, ..case };
     for (what, model, prompt) in models() {
-        let made = dynamic.folders(&model);
-        let whole = run(&load(made.dense.str(), Some(DType::F32), 2), &prompt);
-        let want = run(&load(made.quantised.str(), Some(DType::F32), 2), &prompt);
-        let loss = relative_rms(&want.logits, &whole.logits);
-        println!("{what}: activations in FP8 change logits by {loss:.1e}");
-        assert!((1e-3..0.15).contains(&loss), "{what}: FP8 changes logits by {loss:.1e}");
-        let folder = Model::open(made.quantised.str()).expect("a folder");
-        let plan = folder
-            .host_plan(
-                DType::F32,
-                KvFormat::Dense,
-                ActivationFormat::AsComputed,
-                2,
-                prompt.len(),
-                prompt.len(),
-            )
-            .expect("a plan");
-        let model = load(made.quantised.str(), Some(DType::F32), 2);
-        let mut driver = Driver::new(&model, 256);
-        driver.logits(&prompt, usize::MAX);
-        let used = driver.workspace_bytes() as u64;
-        assert!(used <= plan.workspace_bytes, "{what}: {used} > {}", plan.workspace_bytes);
+        for case in cases_with_fp8_inputs() {
+            check_fp8_inputs(&format!("{what}, {}", case.name), &case.folders(&model), &prompt);
+        }
+    }
+}
 
-        let halved = run(&load(made.dense.str(), Some(DType::BF16), 2), &prompt);
-        let of_bf16 = relative_rms(&halved.logits, &whole.logits);
-        for (dtype, bar) in [
-            (DType::F32, 0.7 * loss),
-            (DType::BF16, (BF16_FACTOR * of_bf16).max(BF16_FLOOR) + 1.6 * loss),
-        ] {
-            // If heads are padded, their matrices are dense on a GPU.
-            let (false, Some(context)) = (what == "tiny-qwen3", cuda_context()) else { break };
-            let got = load_on_cuda(made.quantised.str(), Some(dtype), context).expect("a model");
-            let off = relative_rms(&run(&got, &prompt).logits, &want.logits);
-            println!("{what} on CUDA: {dtype} logits differ by {off:.1e} (bar {bar:.1e})");
-            assert!(
-                off <= bar,
-                "{what} on CUDA: {dtype} logits differ by {off:.1e}, bar {bar:.1e}"
-            );
+fn check_fp8_inputs(what: &str, made: &Folders, prompt: &[u32]) {
+    let whole = run(&load(made.dense.str(), Some(DType::F32), 2), prompt);
+    let want = run(&load(made.quantised.str(), Some(DType::F32), 2), prompt);
+    let loss = relative_rms(&want.logits, &whole.logits);
+    println!("{what}: activations in FP8 change logits by {loss:.1e}");
+    assert!((1e-3..0.15).contains(&loss), "{what}: FP8 changes logits by {loss:.1e}");
+    let folder = Model::open(made.quantised.str()).expect("a folder");
+    let plan = folder
+        .host_plan(
+            DType::F32,
+            KvFormat::Dense,
+            ActivationFormat::AsComputed,
+            2,
+            prompt.len(),
+            prompt.len(),
+        )
+        .expect("a plan");
+    let model = load(made.quantised.str(), Some(DType::F32), 2);
+    let mut driver = Driver::new(&model, 256);
+    driver.logits(prompt, usize::MAX);
+    let used = driver.workspace_bytes() as u64;
+    assert!(used <= plan.workspace_bytes, "{what}: {used} > {}", plan.workspace_bytes);
+
+    let halved = run(&load(made.dense.str(), Some(DType::BF16), 2), prompt);
+    let of_bf16 = relative_rms(&halved.logits, &whole.logits);
+    for (dtype, bar) in [
+        (DType::F32, 0.7 * loss),
+        (DType::BF16, (BF16_FACTOR * of_bf16).max(BF16_FLOOR) + 1.6 * loss),
+    ] {
+        // If heads are padded, their matrices are dense on a GPU.
+        let (false, Some(context)) = (what.starts_with("tiny-qwen3"), cuda_context()) else {
+            break;
+        };
+        let got = load_on_cuda(made.quantised.str(), Some(dtype), context).expect("a model");
+        let off = relative_rms(&run(&got, prompt).logits, &want.logits);
+        println!("{what} on CUDA: {dtype} logits differ by {off:.1e} (bar {bar:.1e})");
+        assert!(off <= bar, "{what} on CUDA: {dtype} logits differ by {off:.1e}, bar {bar:.1e}");
+    }
+}
+
+#[test]
+fn older_folders_of_model_optimizer_say_it_in_a_file_of_its_own() {
+    let (_, model, prompt) = models().pop().expect("a model");
+    let case = cases_with_fp8_inputs().pop().expect("that of Model Optimizer");
+    let (new, old) = (case.folders(&model).quantised, case.folders(&model).quantised);
+    let path = std::path::Path::new(old.str()).join("config.json");
+    let json = std::fs::read(path).expect("a config");
+    let mut config: Value = serde_json::from_slice(&json).expect("a config");
+    config.as_object_mut().expect("an object").remove("quantization_config");
+    old.write("config.json", config.to_string());
+    let said = json!({"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization":
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}});
+    old.write("hf_quant_config.json", said.to_string());
+    let [want, got] = [new, old].map(|dir| run(&load(dir.str(), Some(DType::F32), 2), &prompt));
+    assert_eq!(want.logits, got.logits);
+}
+
+#[test]
+fn activations_that_are_kept_multiply_the_numbers_of_the_weights() {
+    for (what, model, prompt) in models() {
+        for case in cases_with_fp8_inputs() {
+            let what = format!("{what}, {}", case.name);
+            let made = case.folders(&model);
+            let folder = || {
+                let mut headers = Model::read_headers(made.quantised.str()).expect("headers");
+                headers.keep_activations();
+                headers.settle(None, &mut |_| true).expect("a folder")
+            };
+            let options = LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() };
+            let backend = CpuBackend::new(2).expect("threads");
+            let want = run(&load(made.dense.str(), Some(DType::F32), 2), &prompt);
+            let mut kept = Vec::new();
+            if let Some(context) = cuda_context() {
+                let loaded = folder().load_on_device(context, &backend, &options, &mut |_| true);
+                kept.push(("a GPU", loaded.expect("a model")));
+            }
+            let loaded = folder().load(Arc::new(backend), &options, &mut |_| true);
+            kept.push(("the CPU", loaded.expect("a model")));
+            for (device, model) in kept {
+                let got = run(&model, &prompt);
+                let off = relative_rms(&got.logits, &want.logits);
+                assert!(off <= F32_BAR, "{what} on {device}: f32 logits differ by {off:.1e}");
+                assert_greedy(&what, &got, &want);
+            }
         }
     }
 }

@@ -18,8 +18,10 @@ pub enum Form {
     Awq { group: usize },
     /// 4 bits without zeros. Scattered: `g_idx` is any, and that of layers with the same inputs is the same.
     Gptq { group: usize, scattered: bool },
-    /// e4m3 with a scale for 128 x 128.
+    /// e4m3 with a scale for 128 x 128 numbers in `weight_scale_inv`.
     Fp8Blocks,
+    /// e4m3 with a scale for so many rows and inputs, or the whole of them, in `weight_scale`.
+    Fp8 { block: [usize; 2] },
     /// `weight_packed`.
     Packed { bits: usize, group: usize, symmetric: bool },
     /// Bytes with a sign and a scale for each row.
@@ -192,7 +194,8 @@ fn pack(
             ];
             (tensors, made.values())
         }
-        Form::Fp8Blocks => fp8_blocks(out, inputs, values),
+        Form::Fp8Blocks => fp8("weight_scale_inv", [128, 128], out, inputs, values),
+        Form::Fp8 { block } => fp8("weight_scale", block, out, inputs, values),
     }
 }
 
@@ -338,14 +341,15 @@ fn e4m3(byte: u8) -> f32 {
     }
 }
 
-fn fp8_blocks(
+fn fp8(
+    scale_name: &'static str,
+    [rows, columns]: [usize; 2],
     out: usize,
     inputs: usize,
     values: &[f32],
 ) -> (Vec<(&'static str, Stored)>, Vec<f32>) {
-    const SIDE: usize = 128;
-    let (down, across) = (out.div_ceil(SIDE), inputs.div_ceil(SIDE));
-    let block_of = |row: usize, input: usize| row / SIDE * across + input / SIDE;
+    let (down, across) = (out.div_ceil(rows), inputs.div_ceil(columns));
+    let block_of = |row: usize, input: usize| row / rows * across + input / columns;
     let mut scales = vec![1e-6_f32; down * across];
     for (index, x) in values.iter().enumerate() {
         let scale = &mut scales[block_of(index / inputs, index % inputs)];
@@ -367,7 +371,7 @@ fn fp8_blocks(
     }
     let tensors = vec![
         ("weight", new("F8_E4M3", &[out, inputs], codes)),
-        ("weight_scale_inv", new("BF16", &[down, across], Store::BF16.bytes(&scales))),
+        (scale_name, new("BF16", &[down, across], Store::BF16.bytes(&scales))),
     ];
     (tensors, numbers)
 }

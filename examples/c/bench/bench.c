@@ -369,9 +369,9 @@ int run_bench(const char *name, int argc, char **argv) {
       {"--kv-cache-tokens", "N", OPTION_UINT64, &load->kv_cache_tokens,
        "tokens in the KV cache; if few, requests are preempted", 0, UINT64_MAX},
       {"--kv-cache", "computed|fp8", OPTION_CHOICE, &load->kv_cache_format, "what the KV cache stores (computed)", 0, 0},
-      {"--activations", "computed|int8", OPTION_CHOICE, &load->activations,
-       "what products with weights of 4 and 8 bits take\nactivations as on the CPU (computed: integers of 16\n"
-       "bits, or bf16 for many tokens of a bf16 model)", 0, 0},
+      {"--activations", "computed|int8|unquantised", OPTION_CHOICE, &load->activations,
+       "what products with quantised weights take theirs as\n(computed: FP8 where the config says so; int8: with\n"
+       "int4 and int8 on the CPU; unquantised: never FP8)", 0, 0},
       {"--max-swap-bytes", "SIZE", OPTION_SIZE, &load->max_swap_bytes,
        "host memory for preempted requests; 1: none", 0, 0},
       {"--max-prefill-tokens", "N", OPTION_UINT64, &load->max_prefill_tokens, "prompt tokens in a step", 0, UINT64_MAX},

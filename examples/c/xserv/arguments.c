@@ -29,9 +29,9 @@ void load_arguments_begin(load_arguments *self) {
        "tokens in the KV cache, of all requests\n(0: as many as there is memory for)", 0, UINT64_MAX},
       {"--kv-cache", "computed|fp8", OPTION_CHOICE, &options->kv_cache_format,
        "what the KV cache stores\n(computed: numbers of the type computed with)", 0, 0},
-      {"--activations", "computed|int8", OPTION_CHOICE, &options->activations,
-       "what products with weights of 4 and 8 bits take\nactivations as on the CPU (computed: integers of 16\n"
-       "bits, or bf16 for many tokens of a bf16 model)", 0, 0},
+      {"--activations", "computed|int8|unquantised", OPTION_CHOICE, &options->activations,
+       "what products with quantised weights take theirs as\n(computed: FP8 where the config says so; int8: with\n"
+       "int4 and int8 on the CPU; unquantised: never FP8)", 0, 0},
       {"--max-prefill-tokens", "N", OPTION_UINT64, &options->max_prefill_tokens,
        "prompt tokens in one step (0: 512, 2048 on a GPU)", 0, UINT64_MAX},
       {"--max-batch-size", "N", OPTION_UINT32, &options->max_batch_size,

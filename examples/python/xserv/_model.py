@@ -58,7 +58,7 @@ Dtype = Literal["auto", "f32", "f16", "bf16"]
 Weights = Literal["as stored", "int8", "int4"]
 Embeddings = Literal["as stored", "int8"]
 KvCacheFormat = Literal["as computed", "fp8"]
-Activations = Literal["as computed", "int8"]
+Activations = Literal["as computed", "int8", "unquantised"]
 _T = TypeVar("_T")
 
 _DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
@@ -605,11 +605,13 @@ class Model(NotCopyable):
     kv_cache_format: what the KV cache stores: "as computed" (default), numbers of dtype, or "fp8", floats of 8 bits
         (torch.float8_e4m3fn, without a scale), which take half the memory of bf16, so that there is room for twice
         as many tokens.
-    activations: what products with weights of 4 and 8 bits take their activations as on the CPU: "as computed"
-        (default), integers of 16 bits, or "int8", with which prompts are faster and results less exact. In steps of
-        many tokens of a bf16 model that is not deterministic, a processor with AMX or AMD's AVX-512 BF16 may take
-        them in bf16 instead; with "int8" only AMX does, in groups of fewer than 64. Without such weights, and on a
-        GPU, it changes nothing.
+    activations: what products with quantised weights take their activations as. "as computed" (default): where the
+        config of a folder with FP8 weights quantises activations to FP8, in FP8 with a scale for each token and 128
+        inputs. "unquantised": never, which is nearer to the numbers that the weights stand for, and on a GPU takes
+        longer with many tokens. Weights of 4 and 8 bits (integers) take them on the CPU as integers of 16 bits, or with
+        "int8" of 8 bits: prompts are faster then, and results less exact. In steps of many tokens of a bf16 model that
+        is not deterministic, a processor with AMX or AMD's AVX-512 BF16 may take them in bf16 instead; with "int8" only
+        AMX does, in groups of fewer than 64.
     kept_weights: a file in which what weights and embeddings quantise is kept for later loads, or None (default). If
         it is there, it is read instead of what it was made from; else the load makes it. A file of other options or of
         another model, or a damaged one, is refused (InvalidFileError) and never overwritten.

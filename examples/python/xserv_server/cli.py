@@ -84,8 +84,9 @@ def options_parser() -> argparse.ArgumentParser:
         help="what keys and values are stored as: with fp8 there is room for twice as many tokens as with bf16",
     )  # fmt: skip
     load.add_argument(
-        "--activations", choices=("as computed", "int8"), default="as computed",
-        help="what products with weights of 4 and 8 bits take activations as on the CPU: with int8 prompts are faster",
+        "--activations", choices=("as computed", "int8", "unquantised"), default="as computed",
+        help="what products with quantised weights take activations as: with int8, prompts of int4 and int8 weights are "
+        "faster on the CPU; unquantised: not in FP8, even where the config says so",
     )  # fmt: skip
     load.add_argument("--kept-weights", metavar="FILE", help="keep what is quantised there, for later starts")
     for name, what in (

@@ -24,23 +24,30 @@ pub struct LoadOptions {
     pub deterministic: bool,
     /// What the KV cache stores.
     pub kv_format: KvFormat,
-    /// What products with weights of integers take their activations as, on the CPU.
+    /// What products with quantised weights take their activations as.
     pub activations: ActivationFormat,
     /// The file in which matrices that are quantised at load are kept: read if it is there, else made.
     pub kept_weights: Option<PathBuf>,
 }
 
-/// What products with weights of integers take their activations as on the CPU.
+/// What products with quantised weights take their activations as.
+///
+/// With weights of integers on the CPU these are integers of 16 bits, with a scale for each group of inputs,
+/// unless [`Int8`](ActivationFormat::Int8) is chosen. In passes of many tokens of a model of bf16 that is not
+/// deterministic, they are numbers of bf16 where the processor multiplies them (AMX, AMD's AVX-512 BF16).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationFormat {
-    /// As integers of 16 bits, with a scale for each group of inputs. In passes of many tokens of a
-    /// model of bf16 that is not deterministic, as numbers of bf16 where the processor multiplies them
-    /// (AMX, AMD's AVX-512 BF16).
+    /// Where weights are FP8, as the folder's config says: in FP8 too, with a scale for each token and 128
+    /// inputs, or as they are computed. (On Hopper they are as computed in steps of few tokens of narrow
+    /// models.)
     #[default]
     AsComputed,
-    /// As integers of 8 bits, with a scale for each group of inputs. With groups of fewer than 64, AMX
-    /// takes numbers of bf16 in such passes as well.
+    /// The same, and with weights of integers on the CPU as integers of 8 bits, with a scale for each group of
+    /// inputs. With groups of fewer than 64, AMX takes numbers of bf16 in such passes as well.
     Int8,
+    /// Never in 8 bits, whatever the config says. A model's
+    /// [`ModelHeaders::keep_activations`](crate::model::ModelHeaders::keep_activations) does that.
+    Unquantised,
 }
 
 impl ActivationFormat {

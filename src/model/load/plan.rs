@@ -57,26 +57,36 @@ impl DecoderPlan {
         Ok(forms)
     }
 
-    /// Has the matrices of the layers that are stored otherwise brought into `format`.
-    pub fn quantise(&mut self, format: QuantFormat) {
-        for block in &mut self.blocks {
+    fn layer_matrices_mut(&mut self) -> impl Iterator<Item = &mut MatrixPlan> {
+        self.blocks.iter_mut().flat_map(|block| {
             let (up, down) = match &mut block.mlp {
                 MlpWeights::Gated { gate_up, down } => (gate_up, down),
                 MlpWeights::Plain { up, down } => (up, down),
             };
-            for layer in [&mut block.attention.qkv, &mut block.attention.output, up, down] {
-                layer.weight.quantise(format);
-            }
-        }
+            let layers = [&mut block.attention.qkv, &mut block.attention.output, up, down];
+            layers.map(|layer| &mut layer.weight)
+        })
+    }
+
+    fn token_matrices_mut(&mut self) -> impl Iterator<Item = &mut MatrixPlan> {
+        let TokenMatrices { embedding, output } = &mut self.tokens;
+        std::iter::once(embedding).chain(output)
+    }
+
+    /// Has the matrices of the layers that are stored otherwise brought into `format`.
+    pub fn quantise(&mut self, format: QuantFormat) {
+        self.layer_matrices_mut().for_each(|matrix| matrix.quantise(format));
     }
 
     /// The same of the embedding and the output matrix.
     pub fn quantise_tokens(&mut self, format: QuantFormat) {
-        let TokenMatrices { embedding, output } = &mut self.tokens;
-        embedding.quantise(format);
-        if let Some(output) = output {
-            output.quantise(format);
-        }
+        self.token_matrices_mut().for_each(|matrix| matrix.quantise(format));
+    }
+
+    /// Has the products of all matrices keep their activations, whatever the folder's config says.
+    pub fn keep_activations(&mut self) {
+        self.layer_matrices_mut().for_each(MatrixPlan::keep_activations);
+        self.token_matrices_mut().for_each(MatrixPlan::keep_activations);
     }
 }
 

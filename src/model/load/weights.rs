@@ -116,6 +116,13 @@ impl MatrixPlan {
         }
     }
 
+    /// Has its products keep their activations.
+    pub fn keep_activations(&mut self) {
+        if let Some(format) = &mut self.quantised {
+            format.quantises_inputs = false;
+        }
+    }
+
     /// Returns in what form it is multiplied on the CPU.
     pub fn form(&self) -> WeightForm {
         match self.quantised {

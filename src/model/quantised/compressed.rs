@@ -166,12 +166,22 @@ fn group_scheme(fields: Fields<'_>, overall: Option<&'static str>) -> Result<Opt
     let Some(weights) = fields.optional_object("weights")? else { return Ok(None) };
     let format =
         one_of(fields, "format", &FORMATS)?.or(overall).ok_or_else(|| fields.missing("format"))?;
+    let has_fp8_inputs = has_fp8_inputs(fields)?;
     let place = format!("{}: weights", fields.place());
-    scheme_of(Fields::new(weights, &place), format).map(Some)
+    scheme_of(Fields::new(weights, &place), format, has_fp8_inputs).map(Some)
+}
+
+/// Whether the modules of a group take their activations in FP8.
+fn has_fp8_inputs(fields: Fields<'_>) -> Result<bool> {
+    let Some(inputs) = fields.optional_object("input_activations")? else { return Ok(false) };
+    let place = format!("{}: input_activations", fields.place());
+    let fields = Fields::new(inputs, &place);
+    let bits = fields.optional_count("num_bits", 64)?.unwrap_or(8);
+    Ok(bits == 8 && one_of(fields, "type", &["int", "float"])? == Some("float"))
 }
 
 /// Returns the scheme of weights that are stored in a format.
-fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
+fn scheme_of(fields: Fields<'_>, format: &'static str, has_fp8_inputs: bool) -> Result<Scheme> {
     let unsupported = |what: String| {
         Error::unsupported(format!("{}: {what} is not supported in {format}", fields.place()))
     };
@@ -204,7 +214,7 @@ fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
         (true, "int-quantized") => Err(unsupported("type \"float\"".to_owned())),
         (false, "float-quantized") => Err(unsupported("type \"int\"".to_owned())),
         (true, _) if !symmetric => Err(unsupported("symmetric = false".to_owned())),
-        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales), is_dynamic: false }),
+        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales), has_fp8_inputs }),
         (false, _) => Ok(Scheme::Int8 { scales, symmetric }),
     }
 }
@@ -251,5 +261,6 @@ fn preset(place: &str, name: &str, format: Option<&'static str>) -> Result<Optio
         .map_err(|e| Error::internal(format!("the preset of {place}: {e}")))?;
     let format =
         format.ok_or_else(|| Error::invalid_file(format!("{place}: format is missing")))?;
-    scheme_of(Fields::new(&map, place), format).map(Some)
+    // Both or neither are floats in all of them.
+    scheme_of(Fields::new(&map, place), format, true).map(Some)
 }

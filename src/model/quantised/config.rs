@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use super::auto_round::AutoRound;
 use super::compressed::{self, Groups};
+use super::model_opt::ModelOpt;
 use super::pattern::{optional_names, Budget, Expression};
 use super::scheme::{Awq, Fp8, Gptq, GptqScheme, Scheme};
 use super::values::{block_sizes, group_size, one_of, refuse_set};
@@ -16,11 +17,14 @@ use crate::model::config::fields::Fields;
 use crate::model::config::CONFIG_FILE;
 use crate::model::folder::shown_name;
 
-/// The file in which older repositories say what `quantization_config` says in others.
-pub const QUANTIZE_CONFIG_FILE: &str = "quantize_config.json";
+/// The files in which older repositories say what `quantization_config` says in others: of GPTQ, and of NVIDIA's
+/// Model Optimizer.
+pub const OLDER_FILES: [&str; 2] = [QUANTIZE_CONFIG_FILE, MODEL_OPT_FILE];
+const QUANTIZE_CONFIG_FILE: &str = "quantize_config.json";
+const MODEL_OPT_FILE: &str = "hf_quant_config.json";
 
 /// The `quant_method`s that are read.
-const SUPPORTED: &str = "fp8, awq, gptq, auto-round, compressed-tensors";
+const SUPPORTED: &str = "fp8, awq, gptq, auto-round, compressed-tensors, modelopt";
 
 /// The quantisation of a model's weights, as its config describes it.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +42,7 @@ pub(super) enum Method {
     Gptq(Gptq),
     AutoRound(AutoRound),
     CompressedTensors(Groups),
+    ModelOpt(ModelOpt),
 }
 
 impl QuantConfig {
@@ -67,13 +72,22 @@ impl QuantConfig {
         Ok(None)
     }
 
-    /// Reads a `quantize_config.json`, in which old GPTQ repositories say what others say in
-    /// config.json.
-    pub fn parse_quantize_config(json: &Value) -> Result<Self> {
-        let map = json.as_object().ok_or_else(|| {
-            Error::invalid_file(format!("{QUANTIZE_CONFIG_FILE} is not a JSON object"))
-        })?;
-        Self::of(map, QUANTIZE_CONFIG_FILE.to_owned(), Some("gptq"))
+    /// Reads one of [`OLDER_FILES`]; `None` if it says nothing of weights.
+    pub fn parse_older(file: &str, json: &Value) -> Result<Option<Self>> {
+        let map = json
+            .as_object()
+            .ok_or_else(|| Error::invalid_file(format!("{file} is not a JSON object")))?;
+        if file != MODEL_OPT_FILE {
+            return Self::of(map, file.to_owned(), Some("gptq")).map(Some);
+        }
+        let fields = Fields::new(map, file);
+        let Some(found) = fields.optional_object("quantization")? else { return Ok(None) };
+        let place = format!("{file}: quantization");
+        // A model of which the KV cache alone is quantised.
+        if Fields::new(found, &place).get("quant_algo").is_none() {
+            return Ok(None);
+        }
+        Self::of(found, place, Some("modelopt")).map(Some)
     }
 
     fn of(map: &Map<String, Value>, place: String, default: Option<&str>) -> Result<Self> {
@@ -92,6 +106,7 @@ impl QuantConfig {
             // The longer name is of older versions.
             "auto-round" | "intel/auto-round" => Method::AutoRound(AutoRound::parse(fields)?),
             "compressed-tensors" => Method::CompressedTensors(compressed::groups(fields)?),
+            "modelopt" => Method::ModelOpt(ModelOpt::parse(fields)?),
             _ => {
                 let algorithm = match fields.optional_string("quant_algo")? {
                     Some(algorithm) => format!(" ({})", shown_name(algorithm)),
@@ -114,6 +129,7 @@ impl QuantConfig {
             Method::Gptq(_) => "gptq",
             Method::AutoRound(_) => "auto-round",
             Method::CompressedTensors(_) => "compressed-tensors",
+            Method::ModelOpt(_) => "modelopt",
         }
     }
 
@@ -126,6 +142,7 @@ impl QuantConfig {
             Method::Gptq(gptq) => gptq.scheme(module),
             Method::AutoRound(auto_round) => auto_round.scheme(module),
             Method::CompressedTensors(groups) => groups.scheme(module),
+            Method::ModelOpt(model_opt) => model_opt.scheme(module),
         }
     }
 
@@ -141,8 +158,8 @@ fn fp8(fields: Fields<'_>) -> Result<Fp8> {
     one_of(fields, "fmt", &["e4m3", "e4m3fn", "float8_e4m3fn"])?;
     one_of(fields, "scale_fmt", &["float"])?;
     one_of(fields, "expert_dtype", &["fp8"])?;
-    // Both are ways to compute with activations; the weights are the same.
-    let scheme = one_of(fields, "activation_scheme", &["dynamic", "static"])?;
+    // Both quantise activations, "static" with scales that were measured; the weights are the same.
+    one_of(fields, "activation_scheme", &["dynamic", "static"])?;
     refuse_set(fields, "modules_to_convert")?;
     let block = block_sizes(fields, "weight_block_size")?;
     let key = match fields.get("modules_to_not_convert") {
@@ -163,8 +180,7 @@ fn fp8(fields: Fields<'_>) -> Result<Fp8> {
             skipped_expressions.push(Expression::new(&place, &bounded, &budget)?);
         }
     }
-    let is_dynamic = scheme == Some("dynamic");
-    Ok(Fp8 { block, is_dynamic, skipped, skipped_expressions })
+    Ok(Fp8 { block, skipped, skipped_expressions })
 }
 
 fn awq(fields: Fields<'_>) -> Result<Awq> {

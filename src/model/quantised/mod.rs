@@ -5,6 +5,7 @@
 //! config       quantization_config of config.json
 //! auto_round   that of auto-round, which has the layouts of GPTQ and AWQ
 //! compressed   that of compressed-tensors, which has a scheme for each group of modules
+//! model_opt    that of NVIDIA's Model Optimizer
 //! pattern      modules that a config names, by name or by regular expression
 //! scheme       what the config says of one module
 //! module       the tensors of a module, checked against that
@@ -18,6 +19,7 @@ mod auto_round;
 mod compressed;
 mod config;
 mod decode;
+mod model_opt;
 mod module;
 mod order;
 mod pattern;
@@ -25,7 +27,7 @@ mod scheme;
 mod values;
 mod words;
 
-pub use config::{QuantConfig, QUANTIZE_CONFIG_FILE};
+pub use config::{QuantConfig, OLDER_FILES};
 pub use decode::{ModuleBytes, ROWS_AT_ONCE};
 pub use module::{is_harmless, QuantModule};
 pub use scheme::{ScaleShape, Scheme};

@@ -27,7 +27,7 @@ const MARKERS: [&str; 14] = [
     "weight.absmax",
 ];
 
-/// Tensors that say how to quantise activations or the KV cache, and nothing of the weights.
+/// Tensors that say how others quantise activations or the KV cache, and nothing of the weights.
 const HARMLESS: [&str; 11] = [
     "input_scale",
     "input_zero_point",
@@ -45,7 +45,8 @@ const HARMLESS: [&str; 11] = [
 /// Types of scales.
 const SCALE_TYPES: [StoredDType; 3] = [StoredDType::F32, StoredDType::F16, StoredDType::BF16];
 
-/// Whether a tensor says how to quantise activations or the KV cache, which nothing here does.
+/// Whether a tensor says how others quantise activations or the KV cache: here scales of activations are
+/// found as they come, and the KV cache has none.
 pub fn is_harmless(tensor: &str) -> bool {
     tensor.rsplit_once('.').is_some_and(|(_, last)| HARMLESS.contains(&last))
 }
@@ -215,7 +216,9 @@ impl Finder<'_> {
             }
             Scheme::Fp8 { scales, .. } => {
                 let mut module = self.bytes(Code::Fp8, scales, true)?;
-                module.format.quantises_inputs = scheme.quantises_inputs();
+                let group_size = module.format.group_size;
+                module.format.quantises_inputs =
+                    scheme.quantises_inputs(group_size, module.in_features);
                 module
             }
         };

@@ -3,7 +3,7 @@
 use super::pattern::{has_parts, Expression};
 use crate::error::Result;
 use crate::memory::DType;
-use crate::ops::quantised::activations::INPUT_GROUP;
+use crate::ops::quantised::activations::are_inputs_quantised;
 use crate::ops::quantised::{Code, QuantFormat};
 
 /// The numbers that share a scale.
@@ -26,8 +26,9 @@ pub enum Scheme {
     Fp8 {
         /// The numbers that share a scale; `None` if the file decides.
         scales: Option<ScaleShape>,
-        /// Whether activations are quantised as they come (`activation_scheme` is `dynamic`).
-        is_dynamic: bool,
+        /// Whether the config has activations quantised to FP8 too: as they come, or with scales that were
+        /// measured.
+        has_fp8_inputs: bool,
     },
     /// `qweight`, `qzeros` and `scales` of AWQ: packed along the outputs.
     Awq {
@@ -68,16 +69,13 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    /// Whether products quantise their activations: where weights are FP8 in blocks of 128 inputs and
-    /// the config says `dynamic`, as Transformers computes such layers. Other ways to quantise
-    /// activations would only lose accuracy here.
-    pub fn quantises_inputs(&self) -> bool {
-        match *self {
-            Scheme::Fp8 { scales: Some(ScaleShape::Block([_, inputs])), is_dynamic } => {
-                is_dynamic && inputs == INPUT_GROUP
-            }
-            _ => false,
-        }
+    /// Whether products of weights in groups of `group_size` inputs quantise their activations: where the
+    /// config has FP8 of both. Each token's activations have a scale for 128 inputs, as they come, which
+    /// is what configs with blocks of 128 ask for and finer than all others: a scale for the token, or one
+    /// for all tokens that was measured.
+    pub fn quantises_inputs(&self, group_size: usize, in_features: usize) -> bool {
+        let has_fp8_inputs = matches!(self, Scheme::Fp8 { has_fp8_inputs: true, .. });
+        has_fp8_inputs && are_inputs_quantised(group_size, in_features)
     }
 
     /// Returns the format that files of this scheme usually have, for random numbers in their place.
@@ -87,7 +85,6 @@ impl Scheme {
             Some(ScaleShape::Tensor | ScaleShape::Channel) | None => usize::MAX,
         };
         let integers = |bits: usize| if bits == 4 { Code::Int4 } else { Code::Int8 };
-        let quantises_inputs = self.quantises_inputs();
         let (code, group_size, has_zeros, scale) = match *self {
             Scheme::Fp8 { scales, .. } => (Code::Fp8, inputs(scales), false, DType::BF16),
             Scheme::Awq { group_size, has_zeros } => {
@@ -103,6 +100,7 @@ impl Scheme {
                 (Code::Int8, inputs(Some(scales)), !symmetric, DType::BF16)
             }
         };
+        let quantises_inputs = self.quantises_inputs(group_size, usize::MAX);
         QuantFormat { code, group_size, has_zeros, scale, quantises_inputs }
     }
 }
@@ -117,8 +115,6 @@ fn is_output(module: &str) -> bool {
 pub(super) struct Fp8 {
     /// `[out, in]`.
     pub block: Option<[usize; 2]>,
-    /// Whether activations are quantised as they come.
-    pub is_dynamic: bool,
     /// Modules that are not quantised: whole parts of their names, or ends of them.
     pub skipped: Vec<String>,
     /// The same as expressions.
@@ -169,7 +165,7 @@ impl Fp8 {
             }
         }
         let scales = self.block.map(ScaleShape::Block);
-        Ok(Some(Scheme::Fp8 { scales, is_dynamic: self.is_dynamic }))
+        Ok(Some(Scheme::Fp8 { scales, has_fp8_inputs: true }))
     }
 }
 
@@ -259,7 +255,7 @@ mod tests {
             "weight_block_size": [128, 128],
         });
         let scales = Some(ScaleShape::Block([128, 128]));
-        let blocks = Some(Scheme::Fp8 { scales, is_dynamic: true });
+        let blocks = Some(Scheme::Fp8 { scales, has_fp8_inputs: true });
         assert_eq!(scheme(&config(qwen.clone()), DOWN), blocks);
         assert_eq!(scheme(&config(qwen.clone()), "lm_head"), None);
         let listed = json!(["lm_head", "model.layers.3.mlp.gate", "model.layers.1", "re*.o_proj"]);
@@ -372,7 +368,8 @@ mod tests {
         refused(no_bits, ErrorKind::InvalidFile, &["bits is missing"]);
 
         let old = json!({"bits": 4, "group_size": -1, "sym": true, "desc_act": false});
-        let old = QuantConfig::parse_quantize_config(&old).expect("a good config");
+        let old = QuantConfig::parse_older("quantize_config.json", &old).expect("a good config");
+        let old = old.expect("a quantised model");
         assert!(matches!(scheme(&old, DOWN), Some(Scheme::Gptq { group_size: None, .. })));
     }
 
@@ -382,6 +379,7 @@ mod tests {
             "group_size": 64, "dynamic": false, "actorder": null, "observer": "minmax"});
         let fp8 = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel",
             "dynamic": false, "group_size": null});
+        let inputs = json!({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": true});
         let base = json!({
             "quant_method": "compressed-tensors", "format": "mixed-precision",
             "quantization_status": "compressed", "kv_cache_scheme": null,
@@ -390,15 +388,29 @@ mod tests {
             "config_groups": {
                 "group_0": {"targets": ["Linear"], "weights": int4, "format": "pack-quantized"},
                 "group_1": {"targets": ["re:.*self_attn.*"], "weights": fp8,
-                    "format": "float-quantized", "input_activations": {"num_bits": 8}},
+                    "format": "float-quantized", "input_activations": inputs},
                 "group_2": {"targets": ["model.layers.0.self_attn.q_proj"], "weights": null},
             },
         });
         let read = config(base.clone());
         let packed = Scheme::Packed { bits: 4, scales: ScaleShape::Group(64), symmetric: true };
-        let channel = Scheme::Fp8 { scales: Some(ScaleShape::Channel), is_dynamic: false };
+        let query = "model.layers.1.self_attn.q_proj";
+        let channel = |has_fp8_inputs| {
+            Some(Scheme::Fp8 { scales: Some(ScaleShape::Channel), has_fp8_inputs })
+        };
         assert_eq!(scheme(&read, DOWN), Some(packed));
-        assert_eq!(scheme(&read, "model.layers.1.self_attn.q_proj"), Some(channel));
+        assert_eq!(scheme(&read, query), channel(true));
+        for (inputs, has_fp8_inputs) in [
+            (json!({"num_bits": 8, "type": "float", "strategy": "tensor"}), true),
+            (json!(null), false),
+            (json!({"num_bits": 8, "type": "int"}), false),
+            (json!({"num_bits": 8}), false),
+            (json!({"num_bits": 4, "type": "float"}), false),
+        ] {
+            let mut other = base.clone();
+            other["config_groups"]["group_1"]["input_activations"] = inputs;
+            assert_eq!(scheme(&config(other), query), channel(has_fp8_inputs));
+        }
         for dense in [
             "model.layers.0.self_attn.q_proj",
             "lm_head",
@@ -410,7 +422,7 @@ mod tests {
         let preset = json!({"quant_method": "compressed-tensors", "format": "float-quantized",
             "config_groups": {"FP8_BLOCK": ["Linear"]}});
         let scales = Some(ScaleShape::Block([128, 128]));
-        let blocks = Scheme::Fp8 { scales, is_dynamic: false };
+        let blocks = Scheme::Fp8 { scales, has_fp8_inputs: true };
         assert_eq!(scheme(&config(preset.clone()), DOWN), Some(blocks));
         let older = json!({"compression_config": {"quantization_config": preset}});
         assert!(QuantConfig::parse(&older).expect("a good config").is_some());
@@ -462,8 +474,76 @@ mod tests {
     }
 
     #[test]
+    fn model_opt() {
+        let algorithm = |name: &str| {
+            json!({"quant_method": "modelopt", "quant_algo": name, "producer": {"name": "modelopt"},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+                "ignore": ["lm_head", "model.layers.1.mlp*", "router"]})
+        };
+        let of = |scales| Some(Scheme::Fp8 { scales: Some(scales), has_fp8_inputs: true });
+        let read = config(algorithm("FP8"));
+        assert_eq!(scheme(&read, DOWN), of(ScaleShape::Tensor));
+        for dense in ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.2.mlp.router"] {
+            assert_eq!(scheme(&read, dense), None, "{dense}");
+        }
+        assert_eq!(scheme(&read, "model.layers.11.mlp.up_proj"), of(ScaleShape::Tensor));
+        let rows = config(algorithm("fp8_per_channel_per_token"));
+        assert_eq!(scheme(&rows, DOWN), of(ScaleShape::Channel));
+        for other in ["NVFP4", "FP8_PB_WO", "MIXED_PRECISION", "W4A8_AWQ"] {
+            refused(algorithm(other), ErrorKind::Unsupported, &["quant_algo", other]);
+        }
+        let nested = json!({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}});
+        assert_eq!(scheme(&config(nested), DOWN), of(ScaleShape::Tensor));
+        let none = json!({"quant_method": "modelopt"});
+        refused(none, ErrorKind::InvalidFile, &["quant_algo is missing"]);
+        refused(with(&algorithm("FP8"), "ignore", json!("a")), ErrorKind::InvalidFile, &["ignore"]);
+
+        let file = "hf_quant_config.json";
+        let older = |quantization: Value| {
+            let json = json!({"producer": {"name": "modelopt"}, "quantization": quantization});
+            QuantConfig::parse_older(file, &json)
+        };
+        let found = older(json!({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", "*down_proj"]}));
+        let found = found.expect("a good file").expect("a quantised model");
+        assert_eq!(scheme(&found, DOWN), None);
+        assert_eq!(scheme(&found, "model.layers.0.mlp.up_proj"), of(ScaleShape::Tensor));
+        let cache = older(json!({"quant_algo": null, "kv_cache_quant_algo": "FP8"}));
+        assert_eq!(cache.expect("a good file"), None);
+        let error = older(json!({"quant_algo": "NVFP4"})).expect_err("must be refused");
+        assert!(error.message().contains("hf_quant_config.json: quantization"), "{error}");
+        let error = QuantConfig::parse_older(file, &json!([])).expect_err("must be refused");
+        assert!(error.message().contains("hf_quant_config.json is not"), "{error}");
+    }
+
+    #[test]
+    fn activations_are_quantised_where_those_of_a_scale_share_one_of_the_weight() {
+        let of = |scales, has_fp8_inputs| Scheme::Fp8 { scales, has_fp8_inputs };
+        let rows = of(Some(ScaleShape::Channel), true);
+        for (group_size, in_features, is_quantised) in
+            [(128, 256, true), (256, 512, true), (200, 200, true), (64, 256, false), (64, 64, true)]
+        {
+            let quantises = |scheme: &Scheme| scheme.quantises_inputs(group_size, in_features);
+            assert_eq!(quantises(&rows), is_quantised, "{group_size} of {in_features}");
+            assert!(!quantises(&of(None, false)));
+            let packed = Scheme::Packed { bits: 8, scales: ScaleShape::Channel, symmetric: true };
+            assert!(!quantises(&packed));
+        }
+        for (scales, is_quantised) in [
+            (None, true),
+            (Some(ScaleShape::Tensor), true),
+            (Some(ScaleShape::Block([128, 128])), true),
+            (Some(ScaleShape::Block([128, 64])), false),
+            (Some(ScaleShape::Group(32)), false),
+        ] {
+            let format = of(scales, true).usual_format();
+            assert_eq!(format.quantises_inputs, is_quantised, "{scales:?}");
+        }
+    }
+
+    #[test]
     fn other_methods_are_refused_by_name() {
-        for method in ["mxfp4", "modelopt", "bitsandbytes", "hqq", "exl3", "quark", "torchao"] {
+        for method in ["mxfp4", "modelopt_fp4", "bitsandbytes", "hqq", "exl3", "quark", "torchao"] {
             let quantization = json!({"quant_method": method});
             refused(quantization, ErrorKind::Unsupported, &[method, "compressed-tensors"]);
         }

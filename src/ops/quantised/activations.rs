@@ -1,5 +1,5 @@
 //! Activations in e4m3 with a scale for each row and 128 inputs, as Transformers computes the FP8
-//! linear layers of models whose config says `"activation_scheme": "dynamic"`:
+//! linear layers of models in blocks of 128 whose config says `"activation_scheme": "dynamic"`:
 //!
 //! ```text
 //! scale = max |x| / 448, code = e4m3(x / scale)
@@ -14,6 +14,13 @@ use crate::backend::cpu::math::{round_to_fp8, LARGEST_FP8};
 
 /// The inputs that share a scale.
 pub const INPUT_GROUP: usize = 128;
+
+/// Whether activations may be quantised for a weight with a scale for each `group_size` of `in_features`
+/// inputs: all that share a scale here must share one there.
+pub fn are_inputs_quantised(group_size: usize, in_features: usize) -> bool {
+    group_size >= in_features || group_size.is_multiple_of(INPUT_GROUP)
+}
+
 /// Returns the scale of some inputs that share one.
 pub fn input_scale(x: &[f32]) -> f32 {
     // As integers, sizes have the order of the numbers, and what is no number is larger than all.

@@ -21,7 +21,7 @@ use crate::model::config::{
 use crate::model::folder::{shown_name, Folder};
 use crate::model::load::plan::{PlannedDecoder, Planner};
 use crate::model::other_formats::has_no_config;
-use crate::model::quantised::{QuantConfig, QUANTIZE_CONFIG_FILE};
+use crate::model::quantised::{QuantConfig, OLDER_FILES};
 
 /// The supported families.
 static FAMILIES: [Family; 5] = [
@@ -106,19 +106,19 @@ impl ModelConfig {
     }
 }
 
-/// Reads what old repositories say of quantisation beside config.json.
+/// Reads what older repositories say of quantisation beside config.json.
 fn quantize_config(folder: &Folder) -> Result<Option<QuantConfig>> {
-    let Some(json) = folder.read_optional_file(QUANTIZE_CONFIG_FILE, MAX_CONFIG_BYTES)? else {
-        return Ok(None);
-    };
-    check_room_for_json(&json, QUANTIZE_CONFIG_FILE)?;
-    let value: Value = serde_json::from_slice(&json).map_err(|e| {
-        Error::invalid_file(format!(
-            "{QUANTIZE_CONFIG_FILE} is not valid JSON: {}",
-            shown_name(&e.to_string())
-        ))
-    })?;
-    QuantConfig::parse_quantize_config(&value).map(Some)
+    for file in OLDER_FILES {
+        let Some(json) = folder.read_optional_file(file, MAX_CONFIG_BYTES)? else { continue };
+        check_room_for_json(&json, file)?;
+        let value: Value = serde_json::from_slice(&json).map_err(|e| {
+            Error::invalid_file(format!("{file} is not valid JSON: {}", shown_name(&e.to_string())))
+        })?;
+        if let Some(found) = QuantConfig::parse_older(file, &value)? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
 }
 
 impl DecoderPlan {
