@@ -547,8 +547,8 @@ mod tests {
             let quantization = json!({"quant_method": method});
             refused(quantization, ErrorKind::Unsupported, &[method, "compressed-tensors"]);
         }
-        let modelopt = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
-        refused(modelopt, ErrorKind::Unsupported, &["modelopt", "NVFP4"]);
+        let modelopt = json!({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"});
+        refused(modelopt, ErrorKind::Unsupported, &["modelopt_fp4", "NVFP4"]);
         refused(json!({"load_in_4bit": true}), ErrorKind::Unsupported, &["bitsandbytes"]);
         refused(json!({"bits": 4}), ErrorKind::InvalidFile, &["quant_method is missing"]);
         let mlx = json!({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}});
