@@ -14,7 +14,7 @@ use crate::ops::linear::cuda_quantised_blocks::{
 };
 use crate::ops::linear::cuda_quantised_few::Chip;
 use crate::ops::linear::Epilogue;
-use crate::ops::quantised::activations::INPUT_GROUP;
+use crate::ops::quantised::activations::{are_inputs_quantised, INPUT_GROUP};
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::cuda_activations::QuantisedInputs;
 use crate::ops::quantised::tiles::{TileLayout, TILE_ROWS};
@@ -180,7 +180,7 @@ pub fn is_fp8_weight(layout: &TileLayout) -> bool {
     format.code == Code::Fp8
         && format.quantises_inputs
         && is_quantised_weight(layout)
-        && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(INPUT_GROUP))
+        && are_inputs_quantised(format.group_size, layout.in_features())
 }
 
 /// Computes the product of x `[num_tokens, in_features]` in FP8 and a weight in FP8 into out

@@ -160,19 +160,38 @@ pub struct QuantFormat {
 }
 
 impl QuantFormat {
-    /// The format that holds matrices of both, of `in_features` inputs; `None` if there is none.
+    /// The format that holds matrices of both, of `in_features` inputs; `None` if there is none. It keeps
+    /// activations if either does.
     pub fn with(&self, other: &QuantFormat, in_features: usize) -> Option<QuantFormat> {
         let whole = |format: &QuantFormat| format.group_size.min(in_features);
-        let is_one = self.code == other.code
-            && whole(self) == whole(other)
-            && self.quantises_inputs == other.quantises_inputs;
+        let is_one = self.code == other.code && whole(self) == whole(other);
         let scale = if self.scale == other.scale { self.scale } else { DType::F32 };
         let has_zeros = self.has_zeros || other.has_zeros;
-        is_one.then_some(QuantFormat { has_zeros, scale, ..*self })
+        let quantises_inputs = self.quantises_inputs && other.quantises_inputs;
+        is_one.then_some(QuantFormat { has_zeros, scale, quantises_inputs, ..*self })
     }
 
     /// The groups of a row of `in_features` inputs; the last may be partial.
     pub fn num_groups(&self, in_features: usize) -> usize {
         in_features.div_ceil(self.group_size.max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_of_one_product_keep_activations_if_one_of_them_does() {
+        let format = |quantises_inputs, scale| {
+            let (code, group_size, has_zeros) = (Code::Fp8, 512, false);
+            QuantFormat { code, group_size, has_zeros, scale, quantises_inputs }
+        };
+        let (both, one) = (format(true, DType::BF16), format(false, DType::BF16));
+        assert_eq!(both.with(&both, 512), Some(both));
+        assert_eq!(both.with(&one, 512), Some(one));
+        assert_eq!(one.with(&format(true, DType::F32), 512), Some(format(false, DType::F32)));
+        let halves = QuantFormat { group_size: 256, ..both };
+        assert_eq!(both.with(&halves, 512), None);
     }
 }
