@@ -134,8 +134,8 @@ struct QuantisedTiles {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int chunk = i * kChunks + c;
-        const int place = kHasPieces ? i * kChunks * kChunkBytes + v * kChunkBytes + c * 512 : (chunk * kVectors + v) * 512;
-        codes[i][c][v] = load_weight_within(0, 1, chunk, piece.chunks, piece.codes + place, policy);
+        const int vector = kHasPieces ? i * kChunks * kVectors + v * kChunks + c : chunk * kVectors + v;
+        codes[i][c][v] = load_weight_within(0, 1, chunk, piece.chunks, piece.codes + vector * 512, policy);
       }
     }
     const bool exists = i * kChunks < piece.chunks;

@@ -95,7 +95,8 @@ impl MatrixPlan {
     }
 
     /// Returns the format in which all parts are stored; `None` if any of them is dense, or if they differ in
-    /// more than the type of their scales and whether they have zeros: then all of them become dense.
+    /// more than the type of their scales, whether they have zeros and whether activations are quantised: then
+    /// all of them become dense.
     pub fn stored_format(&self) -> Option<QuantFormat> {
         let mut common: Option<QuantFormat> = None;
         for part in &self.parts {
