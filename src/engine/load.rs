@@ -7,12 +7,11 @@ use std::time::Instant;
 use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::constrained::LazyCompiler;
-use super::device_starter::DeviceStarter;
 use super::engine::Engine;
 use super::log::{LogLevel, LogTarget, Logger};
-use super::memory_plan::{max_swapped, KvSize};
+use super::memory_plan::max_swapped;
 use super::options::{num_threads, EngineOptions};
-use super::placement::{device_context, expect_on_device, place};
+use super::placement::{load_model, start_device, Placed};
 use super::scheduler::Scheduler;
 use super::service::Service;
 use super::step_resources::StepResources;
@@ -20,7 +19,7 @@ use super::text_files::{read_generation_config, read_templates};
 use super::tokenizer_reader::TokenizerReader;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
-use crate::model::{ActivationFormat, LoadOptions, Model, ModelHeaders, Workspace};
+use crate::model::{ActivationFormat, Model, ModelHeaders};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
 use crate::text::{shortened, SpecialTokens};
@@ -89,8 +88,7 @@ impl Engine {
         }
         let folder = presumed.folder().clone();
         let config = presumed.config().clone();
-        let _starter = expect_on_device(options, presumed)
-            .map(|_| DeviceStarter::start(options.device_index()));
+        let _starter = start_device(options, presumed);
         // The small files come first, so that a damaged one is reported before the weights are
         // read. The template is checked before the tokenizer's thread starts: it takes a stack for
         // a moment, which the other must not find missing.
@@ -142,43 +140,7 @@ impl Engine {
             Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
             Err(error) => return Err(error),
         };
-        let expected_dtype = expect_on_device(options, &opened);
-        let mut load_options = LoadOptions {
-            dtype: expected_dtype,
-            map_files: options.map_files,
-            deterministic: options.deterministic,
-            kv_format: options.kv_format,
-            activations: options.activations,
-            kept_weights: options.kept_weights.clone(),
-        };
-        let begun = match expected_dtype {
-            Some(_) => match opened.begin_on_device(&backend, &load_options, progress) {
-                Ok(begun) => Some(begun),
-                Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
-                Err(error) => return Err(error),
-            },
-            None => None,
-        };
-        let (planned, size) = place(options, &opened, &log)?;
-        load_options.dtype = Some(planned.dtype);
-        let mut workspace = Workspace::new();
-        let limits = planned.limits;
-        let model = if planned.on_device {
-            let context = device_context(options)?;
-            tell("device started");
-            match begun {
-                Some(load) => load.finish(context),
-                None => opened
-                    .begin_on_device(&backend, &load_options, progress)
-                    .and_then(|load| load.finish(context)),
-            }
-        } else {
-            drop(begun);
-            // If there is no memory for it, the load is refused before the weights are read.
-            workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
-            opened.load(backend.clone(), &load_options, progress)
-        };
-        tell("weights read");
+        let placed = load_model(options, opened, &backend, &log, progress, &tell);
         let tokenizer = match reader.finish() {
             Ok(tokenizer) => Ok(Arc::new(tokenizer)),
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -189,13 +151,15 @@ impl Engine {
             }
             Err(error) => return Err(error),
         };
-        let model = model?;
+        let placed = placed?;
+        let steps = placed.steps();
+        let Placed { planned, size, model, kv, swap, workspace } = placed;
         tell("tokenizer read");
         if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
             // Neither config names an end token, so the tokenizer's own one counts.
             generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
         }
-        let KvSize { max_context_tokens, kv_cache_tokens } = size;
+        let max_context_tokens = size.max_context_tokens;
         if max_context_tokens < planned.max_context {
             log.log(LogLevel::Warning, LogTarget::Load, || {
                 let why = match (options.kv_cache_tokens, options.max_memory_bytes) {
@@ -211,30 +175,18 @@ impl Engine {
                 )
             });
         }
-        if planned.on_device {
-            model.reserve_on_device(&mut workspace, &limits.passes(planned.max_context))?;
-        }
-        tell("work space made");
-        let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
-        let kv = model.kv_cache(num_blocks)?;
-        tell("KV cache made");
-        // Slots are numbered in 32 bits.
-        if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
-            return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
-        }
+        let num_blocks = kv.num_blocks();
         let pool = BlockPool::new(num_blocks as u32, !options.no_prefix_cache)?;
-        let model = Arc::new(model);
         let closed = Arc::new(AtomicBool::new(false));
         // As many blocks as the longest context needs, or all.
         let most_blocks = (max_context_tokens as usize).div_ceil(BLOCK_SIZE).min(num_blocks);
-        let builder = BatchBuilder::with_room(&limits, most_blocks)?;
-        let swap = model.kv_swap();
+        let builder = BatchBuilder::with_room(&planned.limits, most_blocks)?;
         let max_swapped = max_swapped(options, planned.on_device, swap.place_bytes());
         let resources = StepResources { kv, swap, workspace, builder };
-        let mut scheduler = Scheduler::new(pool, limits)?;
+        let mut scheduler = Scheduler::new(pool, planned.limits)?;
         scheduler.set_max_swapped(max_swapped);
         let service =
-            Service::new(model.clone(), backend, resources, scheduler, closed.clone(), log.clone());
+            Service::new(steps, backend, resources, scheduler, closed.clone(), log.clone());
         let engine = Engine {
             architecture: config.architecture.to_string(),
             folder,

@@ -1,18 +1,22 @@
 //! The choice of the device that a model goes to, and the memory that it takes there: both are
-//! decided from its headers, before a weight is read.
+//! decided from its headers, before a weight is read. Then the model is loaded there.
 
 use std::sync::Arc;
 
+use super::device_starter::DeviceStarter;
 use super::log::{LogLevel, LogTarget, Logger};
 use super::memory_plan::{available_memory_bytes, Available, KvSize, MemoryPlan};
 use super::options::{context_limit, num_threads, DeviceChoice, EngineOptions};
 use super::step_limits::step_limits;
+use super::step_model::StepModel;
 use super::step_size::Limits;
+use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::{self, CudaDevice};
 use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
-use crate::model::ModelFolder;
+use crate::model::{KvCache, KvSwap, LoadOptions, Model, ModelFolder, Workspace};
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The plan of a model in memory.
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +128,7 @@ pub(super) fn place(
 
 /// Returns the element type of the model in `opened` on a CUDA device, if it will probably go
 /// there: there is a driver, and the budget allows it. Starts nothing.
-pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DType> {
+fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DType> {
     if options.device == DeviceChoice::Cpu || !cuda::is_present() {
         return None;
     }
@@ -132,12 +136,92 @@ pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) ->
     planned.kv_size(options).ok().map(|_| planned.dtype)
 }
 
+/// Begins to start the device that the model in `opened` will probably go to, if it is one.
+pub(super) fn start_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DeviceStarter> {
+    expect_on_device(options, opened).map(|_| DeviceStarter::start(options.device_index()))
+}
+
 /// Returns the context of a model on a CUDA device, which never takes more memory than the options
 /// allow.
-pub(super) fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
+fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
     let budget = match options.max_memory_bytes {
         0 => usize::MAX,
         bytes => usize::try_from(bytes).unwrap_or(usize::MAX),
     };
     Ok(Arc::new(ComputeContext::cuda_private(options.device_index(), budget)?))
+}
+
+/// A model where it was placed, with the memory that it computes in.
+pub(super) struct Placed {
+    pub(super) planned: Planned,
+    pub(super) size: KvSize,
+    pub(super) model: Arc<Model>,
+    pub(super) kv: KvCache,
+    pub(super) swap: KvSwap,
+    pub(super) workspace: Workspace,
+}
+
+impl Placed {
+    /// Returns what computes the steps.
+    pub(super) fn steps(&self) -> Arc<dyn StepModel> {
+        self.model.clone()
+    }
+}
+
+/// Decides where the model in `opened` goes, and loads it there. `tell` is told of what is done.
+pub(super) fn load_model(
+    options: &EngineOptions,
+    opened: ModelFolder,
+    backend: &Arc<CpuBackend>,
+    log: &Logger,
+    progress: &mut dyn FnMut(f32) -> bool,
+    tell: &dyn Fn(&str),
+) -> Result<Placed> {
+    let expected_dtype = expect_on_device(options, &opened);
+    let mut load_options = LoadOptions {
+        dtype: expected_dtype,
+        map_files: options.map_files,
+        deterministic: options.deterministic,
+        kv_format: options.kv_format,
+        activations: options.activations,
+        kept_weights: options.kept_weights.clone(),
+    };
+    // While the device starts.
+    let begun = match expected_dtype {
+        Some(_) => Some(opened.begin_on_device(backend, &load_options, progress)?),
+        None => None,
+    };
+    let (planned, size) = place(options, &opened, log)?;
+    load_options.dtype = Some(planned.dtype);
+    let num_blocks = size.kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
+    // Slots are numbered in 32 bits.
+    if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
+        return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
+    }
+    let limits = planned.limits;
+    let mut workspace = Workspace::new();
+    let model = if planned.on_device {
+        let context = device_context(options)?;
+        tell("device started");
+        let begun = match begun {
+            Some(begun) => begun,
+            None => opened.begin_on_device(backend, &load_options, progress)?,
+        };
+        let model = begun.finish(context)?;
+        tell("weights read");
+        model.reserve_on_device(&mut workspace, &limits.passes(planned.max_context))?;
+        model
+    } else {
+        drop(begun);
+        // If there is no memory for it, the load is refused before the weights are read.
+        workspace.reserve(opened.config(), limits.max_step_tokens(), limits.max_sequences)?;
+        let model = opened.load(backend.clone(), &load_options, progress)?;
+        tell("weights read");
+        model
+    };
+    tell("work space made");
+    let kv = model.kv_cache(num_blocks)?;
+    tell("KV cache made");
+    let swap = model.kv_swap();
+    Ok(Placed { planned, size, model: Arc::new(model), kv, swap, workspace })
 }
