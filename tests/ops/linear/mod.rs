@@ -12,4 +12,5 @@ mod prefill;
 mod prefill_heads;
 mod quantised;
 mod quantised_one;
+mod residual;
 mod skinny;
