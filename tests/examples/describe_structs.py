@@ -9,19 +9,20 @@ import re
 import sys
 
 from xserv import _library as c
-from xserv import _tensor, ops, self_test
+from xserv import _load, _tensor, ops, self_test
 
 
 def structs():
     """(name as in C, struct) for every struct that the package declares."""
-    dlpack = {
+    others = {
+        "LoadOptions": _load.LoadOptions,
         "Tensor": _tensor.View,
         "TensorDtype": _tensor.DataType,
         "TensorDevice": _tensor.DeviceOf,
         "ManagedTensor": _tensor.ManagedTensor,
         "ManagedTensorVersioned": _tensor.ManagedTensorVersioned,
     }
-    for name, value in sorted({**vars(c), **vars(ops), **vars(self_test), **dlpack}.items()):
+    for name, value in sorted({**vars(c), **vars(ops), **vars(self_test), **others}.items()):
         if isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure:
             yield "xserv" + re.sub("[A-Z]", lambda letter: "_" + letter.group().lower(), name), value
 

@@ -25,18 +25,8 @@ from ._errors import (
     UnsupportedError,
 )
 from ._library import library as _loaded
-from ._model import (
-    Inspection,
-    Logits,
-    MemoryPlan,
-    Model,
-    ModelInfo,
-    ModelStats,
-    Score,
-    inspect,
-    parse_response,
-    plan,
-)
+from ._load import MemoryPlan, ModelInfo, plan
+from ._model import Inspection, Logits, Model, ModelStats, Score, inspect, parse_response
 from ._options import GenerateOptions
 from ._stream import Answer, AnswerEvent, Piece, Result, TextStream, TokenEvent, TokenLogProb, ToolCall
 from ._tensor import Tensor

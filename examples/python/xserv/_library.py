@@ -33,10 +33,6 @@ SEED_RANDOM = 0xFFFFFFFFFFFFFFFF
 NO_TOKEN = 0xFFFFFFFF
 LOGITS_LAST, LOGITS_ALL = 0, 1
 DEVICES = {"cpu": 0, "cuda": 1, "auto": 2}
-WEIGHTS = {"as stored": 0, "int8": 1, "int4": 2}
-EMBEDDINGS = {"as stored": 0, "int8": 1}
-KV_CACHE_FORMATS = {"as computed": 0, "fp8": 1}
-ACTIVATIONS = {"as computed": 0, "int8": 1, "unquantised": 2}
 DTYPES = {"auto": 0, "f32": 1, "f16": 2, "bf16": 3}
 LOG_LEVELS = {1: "warning", 2: "info", 3: "debug"}
 FINISH_REASONS = {
@@ -81,41 +77,6 @@ TOOL_CHOICES = {"auto": 0, "none": 1, "required": 2}
 TOOL_CHOICE_NAMED = 3
 WAIT_FOREVER = 0xFFFFFFFF
 STEP_BUCKETS = 20
-
-# Callbacks return C's bool. Each catches its exceptions, because ctypes would return garbage.
-ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
-LogCallback = CFUNCTYPE(None, c_uint32, c_char_p, c_char_p, c_void_p)
-
-
-class LoadOptions(Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("device_kind", c_uint32),
-        ("device_index", c_uint32),
-        ("dtype", c_uint32),
-        ("num_threads", c_uint32),
-        ("max_context_tokens", c_uint64),
-        ("kv_cache_tokens", c_uint64),
-        ("max_memory_bytes", c_uint64),
-        ("max_swap_bytes", c_uint64),
-        ("max_prefill_tokens", c_uint64),
-        ("max_batch_size", c_uint32),
-        ("prefix_cache", c_uint8),
-        ("deterministic", c_uint8),
-        ("map_files", c_uint8),
-        ("random_weights", c_uint8),
-        ("progress", ProgressCallback),
-        ("progress_user_data", c_void_p),
-        ("log", LogCallback),
-        ("log_user_data", c_void_p),
-        ("weights", c_uint32),
-        ("weights_group_size", c_uint32),
-        ("embeddings", c_uint32),
-        ("kv_cache_format", c_uint32),
-        ("kept_weights", c_char_p),
-        ("activations", c_uint32),
-        ("reserved", c_uint32),
-    ]
 
 
 class ModelInfo(Structure):
@@ -378,14 +339,11 @@ _FUNCTIONS = {
     "xserv_abi_version": (c_uint32, []),
     "xserv_last_error": (c_char_p, []),
     "xserv_status_name": (c_char_p, [c_uint32]),
-    "xserv_load_options_init": (None, [POINTER(LoadOptions), c_size_t]),
-    "xserv_load": (c_uint32, [c_char_p, POINTER(LoadOptions), _HANDLE]),
     "xserv_model_free": (None, [c_void_p]),
     "xserv_model_get_info": (c_uint32, [c_void_p, POINTER(ModelInfo)]),
     "xserv_inspect": (c_uint32, [c_char_p, _HANDLE]),
     "xserv_inspection_get_info": (c_uint32, [c_void_p, POINTER(InspectionInfo)]),
     "xserv_inspection_free": (None, [c_void_p]),
-    "xserv_plan": (c_uint32, [c_char_p, POINTER(LoadOptions), POINTER(MemoryPlan)]),
     "xserv_tokenize_options_init": (None, [POINTER(TokenizeOptions), c_size_t]),
     "xserv_tokenize": (c_uint32, [c_void_p, c_char_p, c_size_t, POINTER(TokenizeOptions), _HANDLE]),
     "xserv_tokens_data": (POINTER(c_uint32), [c_void_p, _SIZE]),

@@ -1,4 +1,4 @@
-"""Model, Logits, Score, inspect() and plan()."""
+"""Model, Logits, Score, and inspect()."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import sys
 import threading
 from collections import deque
-from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
+from ctypes import byref, c_float, c_size_t, c_void_p, sizeof, string_at
 from dataclasses import dataclass
-from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
-    Callable,
     Dict,
     List,
     Literal,
@@ -22,18 +20,17 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Type,
-    TypeVar,
     Union,
     overload,
 )
 
 from . import _library as c
-from . import _process
 from ._async import AsyncTextStream
-from ._errors import Error, NotCopyable, closed, invalid_argument
+from ._errors import invalid_argument
 from ._library import check, library
+from ._load import LoadedModel, Path, dataclass_from, path_bytes
 from ._options import GenerateOptions, Messages, Tools
+from ._process import run_interruptibly
 from ._request import (
     build_request,
     choice,
@@ -51,70 +48,6 @@ if sys.version_info >= (3, 11):
     from typing import Unpack
 elif TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it; nothing is to be installed
-
-Path = Union[str, "os.PathLike[str]"]
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "f32", "f16", "bf16"]
-Weights = Literal["as stored", "int8", "int4"]
-Embeddings = Literal["as stored", "int8"]
-KvCacheFormat = Literal["as computed", "fp8"]
-Activations = Literal["as computed", "int8", "unquantised"]
-_T = TypeVar("_T")
-
-_DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
-_DTYPE_NAMES = {number: name for name, number in c.DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The description of a loaded model. It stays valid when the model is closed.
-
-    architecture: for example "Qwen3ForCausalLM".
-    path: the folder that was opened; for a repo id its snapshot in the local Hugging Face cache.
-    device: for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
-    device_index: the index of the GPU; 0 on the CPU.
-    dtype: the type that is computed with, "f32", "f16" or "bf16" (of weights and KV cache too, unless quantised).
-    num_threads: the number of threads that the CPU's kernels use; 0 on a GPU.
-    num_parameters: the number of weights; tied embeddings count once.
-    weights_bytes: bytes that the weights take in memory.
-    kv_bytes_per_token: bytes of KV cache for one token.
-    kv_cache_tokens: the number of tokens that the KV cache holds, of all requests together.
-    max_context_tokens: the longest context of one request, in tokens: prompt and generated.
-    vocab_size: the length of a row of logits; may be larger than the number of tokens that the tokenizer knows.
-    hidden_size: the width of the residual stream.
-    num_layers: the number of transformer layers.
-    num_heads: the number of query heads.
-    num_kv_heads: the number of key/value heads.
-    head_dim: the width of one head.
-    has_tokenizer: whether text can be tokenized; if not, only token ids work.
-    has_chat_template: whether messages can be rendered.
-    eos_token_ids: tokens that end a generation, from generation_config.json or config.json.
-    load_seconds: seconds that the load took.
-    workspace_bytes: the most bytes that activations and scratch memory take, as planned at load.
-    """
-
-    architecture: str
-    path: str
-    device: str
-    device_index: int
-    dtype: str
-    num_threads: int
-    num_parameters: int
-    weights_bytes: int
-    kv_bytes_per_token: int
-    kv_cache_tokens: int
-    max_context_tokens: int
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    has_tokenizer: bool
-    has_chat_template: bool
-    eos_token_ids: List[int]
-    load_seconds: float
-    workspace_bytes: int
 
 
 @dataclass(frozen=True)
@@ -165,43 +98,6 @@ class Inspection:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The memory that loading a model would take, of its device: the GPU's for a model on a GPU, else the host's.
-
-    device: the device on which the model would run, "cpu" or "cuda".
-    device_index: the index of the GPU; 0 on the CPU.
-    dtype: the type that would be computed with: "f32", "f16" or "bf16".
-    weights_bytes: bytes of the weights.
-    workspace_bytes: the most bytes that activations and scratch memory take while requests run.
-    kv_bytes_per_token: bytes of KV cache for one token.
-    kv_cache_tokens: the number of tokens that the KV cache would hold, of all requests together; 0 if the model
-        does not fit.
-    max_context_tokens: the longest context of one request, in tokens; 0 if the model does not fit.
-    total_bytes: weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token; if the model does not
-        fit, with the smallest KV cache that the options allow.
-    minimum_bytes: the smallest max_memory_bytes that Model() would accept with these options.
-    memory_bytes: the bytes that are available: max_memory_bytes or the free memory, whichever is less; 0 if
-        neither is known.
-    fits: whether total_bytes is no more than memory_bytes, or the available memory is unknown.
-    has_tokenizer: whether text could be tokenized; if not, only token ids would work.
-    """
-
-    device: str
-    device_index: int
-    dtype: str
-    weights_bytes: int
-    workspace_bytes: int
-    kv_bytes_per_token: int
-    kv_cache_tokens: int
-    max_context_tokens: int
-    total_bytes: int
-    minimum_bytes: int
-    memory_bytes: int
-    fits: bool
-    has_tokenizer: bool
 
 
 @dataclass(frozen=True)
@@ -271,32 +167,6 @@ class ModelStats:
     total_swapped_in_blocks: int
 
 
-def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
-    """Copies the fields that a struct and a dataclass both have."""
-    values: Dict[str, Any] = {}
-    for name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
-        if name == "device" and not hasattr(info, name):
-            value: Any = _DEVICE_NAMES.get(info.device_kind, "unknown")
-        else:
-            value = getattr(info, name)
-        if name == "dtype":
-            value = _DTYPE_NAMES.get(value, "unknown")
-        elif name == "eos_token_ids":
-            value = value[: info.num_eos_token_ids] if info.num_eos_token_ids else []
-        elif name in ("supported", "fits") or name.startswith("has_"):
-            value = bool(value)
-        elif isinstance(value, ctypes.Array):
-            value = tuple(value)
-        elif isinstance(value, bytes):
-            value = value.decode()
-        values[name] = value
-    return kind(**values)
-
-
-def _path(path: Path) -> bytes:
-    return without_nul(os.fsencode(path), "a path")
-
-
 def inspect(path: Path) -> Inspection:
     """Describes a model folder (or repo id in the local Hugging Face cache) without loading it: reads the
     configs, the tokenizer and the headers of the weight files. (Only weights that are declared the same and
@@ -307,123 +177,13 @@ def inspect(path: Path) -> Inspection:
     FileError and OutOfMemoryError. Any thread may call it.
     """
     handle = c_void_p()
-    check(library.xserv_inspect(_path(path), byref(handle)))
+    check(library.xserv_inspect(path_bytes(path), byref(handle)))
     try:
         info = c.InspectionInfo(struct_size=sizeof(c.InspectionInfo))
         check(library.xserv_inspection_get_info(handle, byref(info)))
-        return _dataclass_from(Inspection, info)
+        return dataclass_from(Inspection, info)
     finally:
         library.xserv_inspection_free(handle)
-
-
-def _load_options(
-    device: str,
-    dtype: str,
-    weights: str,
-    embeddings: str,
-    kv_cache_format: str,
-    activations: str,
-    flags: Mapping[str, bool],
-    numbers: Mapping[str, int],
-    kept_weights: Optional[Path],
-) -> c.LoadOptions:
-    options = c.LoadOptions()
-    library.xserv_load_options_init(byref(options), sizeof(options))
-    options.device_kind = choice(c.DEVICES, device, "device")
-    options.dtype = choice(c.DTYPES, dtype, "dtype")
-    options.weights = choice(c.WEIGHTS, weights, "weights")
-    options.embeddings = choice(c.EMBEDDINGS, embeddings, "embeddings")
-    options.kv_cache_format = choice(c.KV_CACHE_FORMATS, kv_cache_format, "kv_cache_format")
-    options.activations = choice(c.ACTIVATIONS, activations, "activations")
-    if kept_weights is not None:
-        options.kept_weights = _path(kept_weights)
-    for name, flag in flags.items():
-        setattr(options, name, flag)
-    for name, number in numbers.items():
-        set_number(options, name, number)
-    return options
-
-
-def plan(
-    path: Path,
-    *,
-    device: Device = "auto",
-    device_index: int = 0,
-    dtype: Dtype = "auto",
-    weights: Weights = "as stored",
-    weights_group_size: int = 0,
-    embeddings: Embeddings = "as stored",
-    kv_cache_format: KvCacheFormat = "as computed",
-    activations: Activations = "as computed",
-    num_threads: int = 0,
-    max_context_tokens: int = 0,
-    kv_cache_tokens: int = 0,
-    max_memory_bytes: int = 0,
-    max_prefill_tokens: int = 0,
-    max_batch_size: int = 0,
-    deterministic: bool = False,
-    random_weights: bool = False,
-    kept_weights: Optional[Path] = None,
-) -> MemoryPlan:
-    """Returns the memory that Model() would take with the same options (see there), without reading the weights
-    and without a GPU. It is the computation by which Model() sizes the KV cache. A model that does not fit is
-    not an error: `fits` is then False. The file of kept_weights is neither read nor made: nothing that is planned
-    depends on it.
-
-    To plan for a GPU of a given size, pass device="cuda" and its memory, less some hundred MB for the driver, as
-    max_memory_bytes. Where there is a GPU it is asked for its free memory, which starts it in this process.
-
-    Raises what Model() raises for a folder or options that it refuses regardless of memory. Any thread may call it.
-    """
-    flags = dict(deterministic=deterministic, random_weights=random_weights)
-    numbers = dict(
-        device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
-        kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes,
-        max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size,
-        weights_group_size=weights_group_size,
-    )  # fmt: skip
-    options = _load_options(
-        device, dtype, weights, embeddings, kv_cache_format, activations, flags, numbers, kept_weights
-    )
-    found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
-    check(library.xserv_plan(_path(path), byref(options), byref(found)))
-    return _dataclass_from(MemoryPlan, found)
-
-
-def _run_interruptibly(
-    name: str, work: Callable[[], None], interrupt: Callable[[], object], *, calls_python: bool = False
-) -> None:
-    """Runs work() on a thread of its own and raises what it raises. An exception that reaches this
-    thread meanwhile (Ctrl-C, which comes to the main thread only, and only between two bytecodes of
-    Python) calls interrupt(), waits for the end of the work, and goes on. So does the end of the program."""
-    raised: List[BaseException] = []
-    # Not Thread.join(): after an exception in it, a second one may return at once (CPython issue 89437).
-    done = threading.Event()
-
-    def body() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            _process.end(done)
-
-    thread = threading.Thread(target=body, name=name)
-    _process.begin(done, interrupt, calls_python=calls_python)
-    try:
-        thread.start()
-        done.wait()
-    except BaseException:
-        interrupt()
-        while thread.ident is not None and not done.is_set():
-            try:
-                done.wait()
-            except BaseException:  # another Ctrl-C changes nothing: it ends soon
-                continue
-        _process.end(done)
-        raise
-    if raised:
-        raise raised[0]
 
 
 #: The most texts that one call of score() or perplexity() has scored at the same time.
@@ -576,176 +336,8 @@ def parse_response(
     return _parse_response(None, text, prompt, tools, answer_format)
 
 
-def _free(handle: c_void_p, log_callback: Any) -> None:
-    """Frees a model that calls `log_callback` until then."""
-    library.xserv_model_free(handle)
-
-
-class Model(NotCopyable):
-    """A loaded model: weights, tokenizer, chat template, KV cache and threads.
-
-    Use it as a context manager, or call close(); a model that is dropped is closed. Any thread and any event
-    loop may use it, several at once: their requests are computed together. After os.fork() it can be used in
-    the parent only.
-
-    path: a folder as Hugging Face publishes it, or a repo id such as "Qwen/Qwen3-0.6B" that is in the local
-        Hugging Face cache. The network is never used. The folder is not needed after the load.
-    device: "cpu", "cuda" (an NVIDIA GPU), or "auto" (default): a GPU where it can be used and the model runs
-        and fits there, else the CPU.
-    device_index: the index of the GPU, from 0 (default); 0 on the CPU.
-    dtype: the type that is computed with, and of weights and KV cache unless the weights are quantised or
-        kv_cache_format says otherwise: "f32", "f16", "bf16", or "auto" (default), the type that is stored.
-    weights: what the matrices of the layers are kept as: "as stored" (default; folders whose weights are quantised
-        keep them so), or "int8" or "int4", to which numbers of 32 and 16 bits are brought while they are read.
-        Norms and biases stay as stored.
-    weights_group_size: the inputs that share a scale in weights quantised at load, a multiple of 32; 0 (default):
-        32 with "int4", 128 with "int8".
-    embeddings: what the embedding and the output matrix are kept as, whatever weights says of the layers: "as stored"
-        (default), or "int8", with a scale for every 128 inputs.
-    kv_cache_format: what the KV cache stores: "as computed" (default), numbers of dtype, or "fp8", floats of 8 bits
-        (torch.float8_e4m3fn, without a scale), which take half the memory of bf16, so that there is room for twice
-        as many tokens.
-    activations: what products with quantised weights take their activations as. "as computed" (default): where the
-        config of a folder with FP8 weights quantises activations to FP8, in FP8 with a scale for each token and 128
-        inputs. "unquantised": never, which is nearer to the numbers that the weights stand for, and on a GPU takes
-        longer with many tokens. Weights of 4 and 8 bits (integers) take them on the CPU as integers of 16 bits, or with
-        "int8" of 8 bits: prompts are faster then, and results less exact. In steps of many tokens of a bf16 model that
-        is not deterministic, a processor with AMX or AMD's AVX-512 BF16 may take them in bf16 instead; with "int8" only
-        AMX does, in groups of fewer than 64.
-    kept_weights: a file in which what weights and embeddings quantise is kept for later loads, or None (default). If
-        it is there, it is read instead of what it was made from; else the load makes it. A file of other options or of
-        another model, or a damaged one, is refused (InvalidFileError) and never overwritten.
-    num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
-        run on. Results do not depend on it.
-    map_files: map the weight files while they are read, instead of reading them. A file that another process
-        truncates meanwhile then kills this one. Default False.
-    max_context_tokens: the longest context of one request, prompt and generated tokens; 0 (default): the limit
-        of the model's config.
-    kv_cache_tokens: the number of tokens that the KV cache holds for all requests together; 0 (default): what
-        max_memory_bytes leaves room for, or without such a limit nine tenths of a GPU's free memory, and on the
-        CPU up to four longest contexts in a quarter of the memory that is left, or one in half of it.
-    max_memory_bytes: a limit for weights, work space and KV cache together, in bytes; 0 (default): none. A
-        model that does not fit is refused before its weights are read.
-    max_batch_size: the most sequences that are computed together in one step, up to 4096; 0 (default): 64 on
-        the CPU, 256 on a GPU.
-    max_prefill_tokens: the most prompt tokens in one step, of all requests together; 0 (default): 512 on the
-        CPU, 2048 on a GPU. Longer prompts are computed in pieces.
-    max_swap_bytes: the most bytes of host memory for the keys and values of preempted requests; 0 (default): on
-        a GPU an eighth of the available memory, 4 GiB at most, on the CPU none.
-    prefix_cache: whether requests share the keys and values of common prefixes. Default True.
-    deterministic: whether the output of a request depends on the request alone, to the last bit, as on the CPU it
-        always does but with quantised weights in a bf16 model on a processor with AMX or AMD's AVX-512 BF16. It
-        costs speed. Default False.
-    random_weights: make up the weights, of which only config.json is read: to time a shape without its files.
-        Default False.
-    progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises
-        cancels it as well, and is raised here.
-    log: called with a level ("warning", "info" or "debug"), the part of the library ("load", "scheduler",
-        "device") and a line of text; later also on a thread of the model's, until close() has returned. There
-        it must be quick, as requests wait for it.
-
-    `info` is the ModelInfo. Ctrl-C ends a load. Raises NotFoundError, FileError, InvalidArgumentError (an
-    option; a path that is no folder), InvalidFileError, UnsupportedError (by name), OutOfMemoryError,
-    NoDeviceError and CancelledError, which are all Errors.
-    """
-
-    _instead = "share it between threads as it is, and load it again in another process"
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        device: Device = "auto",
-        device_index: int = 0,
-        dtype: Dtype = "auto",
-        weights: Weights = "as stored",
-        weights_group_size: int = 0,
-        embeddings: Embeddings = "as stored",
-        kv_cache_format: KvCacheFormat = "as computed",
-        activations: Activations = "as computed",
-        kept_weights: Optional[Path] = None,
-        num_threads: int = 0,
-        map_files: bool = False,
-        max_context_tokens: int = 0,
-        kv_cache_tokens: int = 0,
-        max_memory_bytes: int = 0,
-        max_batch_size: int = 0,
-        max_prefill_tokens: int = 0,
-        max_swap_bytes: int = 0,
-        prefix_cache: bool = True,
-        deterministic: bool = False,
-        random_weights: bool = False,
-        progress: Optional[Callable[[float], Optional[bool]]] = None,
-        log: Optional[Callable[[str, str, str], None]] = None,
-    ) -> None:
-        self.handle: Optional[c_void_p] = None
-        self._closer: Optional[_process.Closer] = None
-        flags = dict(
-            map_files=map_files, prefix_cache=prefix_cache, deterministic=deterministic, random_weights=random_weights
-        )
-        numbers = dict(
-            device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
-            kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes, max_batch_size=max_batch_size,
-            max_prefill_tokens=max_prefill_tokens, max_swap_bytes=max_swap_bytes,
-            weights_group_size=weights_group_size,
-        )  # fmt: skip
-        options = _load_options(
-            device, dtype, weights, embeddings, kv_cache_format, activations, flags, numbers, kept_weights
-        )  # fmt: skip
-
-        raised: List[BaseException] = []
-        interrupted = threading.Event()
-
-        def on_progress(fraction: float, _: Any) -> bool:
-            try:
-                return not interrupted.is_set() and (progress is None or progress(fraction) is not False)
-            except BaseException as error:  # must not cross the C code
-                raised.append(error)
-                return False
-
-        loaded = threading.Event()
-
-        def on_log(level: int, target: bytes, message: bytes, _: Any) -> None:
-            try:
-                if log is not None:
-                    log(c.LOG_LEVELS.get(level, str(level)), target.decode(), message.decode())
-            except BaseException as error:
-                if loaded.is_set():
-                    raise  # ctypes tells sys.unraisablehook
-                raised.append(error)
-
-        options.progress = c.ProgressCallback(on_progress)
-        if log is not None:
-            options.log = c.LogCallback(on_log)
-        self._log_callback = options.log  # called until the model is closed
-        encoded_path = _path(path)
-        handle = c_void_p()
-        if log is not None:
-            # With what it needs: at the end of the program nothing else may have it.
-            self._closer = _process.Closer(partial(_free, handle, options.log))
-        self.handle = handle
-
-        def load() -> None:
-            check(library.xserv_load(encoded_path, byref(options), byref(handle)))
-
-        try:
-            _run_interruptibly("xserv-load", load, interrupted.set, calls_python=True)
-        except BaseException as error:
-            self.close()
-            # An exception of a callback is the reason why the load was cancelled.
-            raise raised[0] if raised and isinstance(error, Error) else error
-        loaded.set()
-        if raised:
-            self.close()
-            raise raised[0]
-        self.info: ModelInfo = self._get_info()
-
-    def _live_handle(self) -> int:
-        """The handle, for a call of the library."""
-        handle = self.handle
-        if handle is None or handle.value is None:
-            raise closed("model")
-        return handle.value
+class Model(LoadedModel):
+    __doc__ = LoadedModel.__doc__  # help() looks for it here
 
     def __repr__(self) -> str:
         info = self.info
@@ -759,11 +351,7 @@ class Model(NotCopyable):
         """Frees the model; a second call does nothing. Calls and streams that still run, in whatever thread, end as
         cancelled: a stream then ends as if it were over, and its result's finish_reason is "cancelled". Later calls
         raise ClosedError; Results and Logits stay valid. A model with a log is closed at the end of the program."""
-        handle, self.handle = self.handle, None
-        if self._closer is not None:
-            self._closer.close()
-        elif handle is not None:
-            library.xserv_model_free(handle)
+        self._release()
 
     def __enter__(self) -> "Model":
         return self
@@ -774,11 +362,6 @@ class Model(NotCopyable):
     def __del__(self) -> None:
         if getattr(self, "handle", None) is not None:
             self.close()
-
-    def _get_info(self) -> ModelInfo:
-        info = c.ModelInfo(struct_size=sizeof(c.ModelInfo))
-        check(library.xserv_model_get_info(self.handle, byref(info)))
-        return _dataclass_from(ModelInfo, info)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> List[int]:
         """Returns the token ids of a text of at most 16 MiB.
@@ -895,7 +478,7 @@ class Model(NotCopyable):
 
         try:
             # So that Ctrl-C ends it.
-            _run_interruptibly("xserv-logits", compute, lambda: library.xserv_cancel_token_cancel(cancel))
+            run_interruptibly("xserv-logits", compute, lambda: library.xserv_cancel_token_cancel(cancel))
         finally:
             library.xserv_cancel_token_free(cancel)
         return logits
@@ -1024,7 +607,7 @@ class Model(NotCopyable):
 
         try:
             # So that Ctrl-C ends it.
-            _run_interruptibly("xserv-score", compute, lambda: library.xserv_cancel_token_cancel(cancel))
+            run_interruptibly("xserv-score", compute, lambda: library.xserv_cancel_token_cancel(cancel))
         finally:
             library.xserv_cancel_token_free(cancel)
         return all_scores
@@ -1089,7 +672,7 @@ class Model(NotCopyable):
         """Returns the state of the model's requests. The call is cheap; any thread may make it at any time."""
         stats = c.ModelStats(struct_size=sizeof(c.ModelStats))
         check(library.xserv_model_get_stats(self._live_handle(), byref(stats)))
-        return _dataclass_from(ModelStats, stats)
+        return dataclass_from(ModelStats, stats)
 
 
 show_options(Model.generate)

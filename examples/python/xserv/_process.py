@@ -69,6 +69,42 @@ def end(done: threading.Event) -> None:
     done.set()
 
 
+def run_interruptibly(
+    name: str, work: Callable[[], None], interrupt: Callable[[], object], *, calls_python: bool = False
+) -> None:
+    """Runs work() on a thread of its own and raises what it raises. An exception that reaches this
+    thread meanwhile (Ctrl-C, which comes to the main thread only, and only between two bytecodes of
+    Python) calls interrupt(), waits for the end of the work, and goes on. So does the end of the program."""
+    raised: List[BaseException] = []
+    # Not Thread.join(): after an exception in it, a second one may return at once (CPython issue 89437).
+    done = threading.Event()
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            end(done)
+
+    thread = threading.Thread(target=body, name=name)
+    begin(done, interrupt, calls_python=calls_python)
+    try:
+        thread.start()
+        done.wait()
+    except BaseException:
+        interrupt()
+        while thread.ident is not None and not done.is_set():
+            try:
+                done.wait()
+            except BaseException:  # another Ctrl-C changes nothing: it ends soon
+                continue
+        end(done)
+        raise
+    if raised:
+        raise raised[0]
+
+
 def _stop(calls: Dict[threading.Event, _Call]) -> None:
     for call in calls.values():
         with contextlib.suppress(Exception):  # the others have to be stopped too
