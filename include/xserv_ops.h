@@ -1065,7 +1065,8 @@ static inline void xserv_gemm_options_default(xserv_gemm_options *options) {
 
 /**
  * Computes the matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its
- * transpose; sums are in f32 and rounded once. options may be NULL for C = A * B.
+ * transpose; sums are in f32 and rounded once. (With beta other than 0, cuBLAS may round products of f16
+ * and bf16 before it adds beta * C, too.) options may be NULL for C = A * B.
  *
  * op(A): [m, k]; op(B): [k, n]; c: [m, n]; all f32, all f16 or all bf16. For a batch of products:
  * c [batch, m, n], a and b of three dimensions with the same batch, or of two for one matrix that

@@ -1,5 +1,6 @@
 //! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed
-//! in f32 and rounded once. op(X) is X or its transpose.
+//! in f32 and rounded once (but with beta other than 0 cuBLAS sometimes rounds products of 16 bits before
+//! it adds beta * C, too). op(X) is X or its transpose.
 //!
 //! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions
 //! (or of batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A
