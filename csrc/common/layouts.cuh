@@ -467,6 +467,31 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(PrefillHeadsParams, padding, 424, 24); \
   static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams has another size in Rust")
 
+#define XSERV_LAYOUT_PrefillInt8Params \
+  XSERV_FIELD(PrefillInt8Params, gemm, 0, 320); \
+  XSERV_FIELD(PrefillInt8Params, x_scales, 320, 8); \
+  XSERV_FIELD(PrefillInt8Params, scales, 328, 8); \
+  XSERV_FIELD(PrefillInt8Params, bias, 336, 8); \
+  XSERV_FIELD(PrefillInt8Params, num_rows, 344, 4); \
+  XSERV_FIELD(PrefillInt8Params, padding, 348, 36); \
+  static_assert(sizeof(PrefillInt8Params) == 384, "PrefillInt8Params has another size in Rust")
+
+#define XSERV_LAYOUT_IntegersParams \
+  XSERV_FIELD(IntegersParams, x, 0, 8); \
+  XSERV_FIELD(IntegersParams, tokens, 8, 8); \
+  XSERV_FIELD(IntegersParams, x_scales, 16, 8); \
+  XSERV_FIELD(IntegersParams, codes, 24, 8); \
+  XSERV_FIELD(IntegersParams, scales, 32, 8); \
+  XSERV_FIELD(IntegersParams, rows, 40, 8); \
+  XSERV_FIELD(IntegersParams, row_scales, 48, 8); \
+  XSERV_FIELD(IntegersParams, num_tokens, 56, 4); \
+  XSERV_FIELD(IntegersParams, k, 60, 4); \
+  XSERV_FIELD(IntegersParams, num_chunks, 64, 4); \
+  XSERV_FIELD(IntegersParams, tile_blocks, 68, 4); \
+  XSERV_FIELD(IntegersParams, scale_type, 72, 4); \
+  XSERV_FIELD(IntegersParams, are_pieces, 76, 4); \
+  static_assert(sizeof(IntegersParams) == 80, "IntegersParams has another size in Rust")
+
 #define XSERV_LAYOUT_Fp8Params \
   XSERV_FIELD(Fp8Params, x, 0, 8); \
   XSERV_FIELD(Fp8Params, x_scales, 8, 8); \

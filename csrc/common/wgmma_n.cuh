@@ -124,6 +124,32 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint6
   }
 }
 
+#define XSERV_I8(i)                                                                            \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), \
+      "+r"(d[i + 6]), "+r"(d[i + 7])
+#define XSERV_I32(i) XSERV_I8(i), XSERV_I8(i + 8), XSERV_I8(i + 16), XSERV_I8(i + 24)
+#define XSERV_WGMMA_I(N, REGISTERS, A, B, PREDICATE, ...)                                                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" PREDICATE ", 0;"                                               \
+               "wgmma.mma_async.sync.aligned.m64n" N "k32.s32.s8.s8 {" REGISTERS "}, %" A ", %" B ", p;}"       \
+               : __VA_ARGS__                                                                                    \
+               : "l"(a), "l"(b), "r"(accumulate))
+
+// The same for signed integers of 8 bits, whose sums are exact.
+template <int kN>
+__device__ __forceinline__ void wgmma_s8(int (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kN == 128 || kN == 192 || kN == 256, "columns for which the instruction is spelled out");
+  if constexpr (kN == 128) {
+    XSERV_WGMMA_I("128", XSERV_R7, "64", "65", "66", XSERV_I32(0), XSERV_I32(32));
+  } else if constexpr (kN == 192) {
+    XSERV_WGMMA_I("192", XSERV_R11, "96", "97", "98", XSERV_I32(0), XSERV_I32(32), XSERV_I32(64));
+  } else {
+    XSERV_WGMMA_I("256", XSERV_R15, "128", "129", "130", XSERV_I32(0), XSERV_I32(32), XSERV_I32(64), XSERV_I32(96));
+  }
+}
+
+#undef XSERV_WGMMA_I
+#undef XSERV_I32
+#undef XSERV_I8
 #undef XSERV_WGMMA_E
 #undef XSERV_WGMMA_R_TYPES
 #undef XSERV_WGMMA_R_OF

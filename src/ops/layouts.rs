@@ -52,6 +52,8 @@ fn layouts() -> Vec<Layout> {
         crate::ops::linear::cuda_narrow_quantised::LinearNarrowQuantisedParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
+        crate::ops::linear::cuda_prefill_int8::PrefillInt8Params::layout(),
+        crate::ops::quantised::cuda_integers::IntegersParams::layout(),
         crate::ops::linear::cuda_fp8::Fp8Params::layout(),
         crate::ops::linear::cuda_fp8_many::Fp8ManyParams::layout(),
         crate::ops::linear::cuda_fp8_prefill::Fp8PrefillParams::layout(),

@@ -7,6 +7,7 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
 use xserv::model::{ActivationFormat, KvFormat, LoadOptions, Model, ModelFolder};
+use xserv::ops::linear::cuda_prefill_int8::has_prefill_int8;
 
 use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, TempDir, TestModel};
@@ -483,6 +484,49 @@ fn activations_that_are_kept_multiply_the_numbers_of_the_weights() {
                 assert_greedy(&what, &got, &want);
             }
         }
+    }
+}
+
+/// Returns the model of a folder on a device, whose products take their activations as its config says or
+/// keep them.
+fn on_device(folder: &TempDir, dtype: DType, keeps: bool) -> Model {
+    let mut headers = Model::read_headers(folder.str()).expect("headers");
+    if keeps {
+        headers.keep_activations();
+    }
+    let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
+    let backend = CpuBackend::new(2).expect("threads");
+    let context = cuda_context().expect("there is a device");
+    let folder = headers.settle(None, &mut |_| true).expect("a folder");
+    folder.load_on_device(context, &backend, &options, &mut |_| true).expect("a model")
+}
+
+/// Prompts of W8A8 are products of integers where the device has them, unless activations are to be kept;
+/// few tokens are computed as if they were.
+#[test]
+fn prompts_of_integers_on_cuda_take_activations_as_the_config_says() {
+    let Some(context) = cuda_context() else { return };
+    let takes_integers = has_prefill_int8(&context).expect("the kernels");
+    let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
+    let mut config = compressed("int-quantized", &["lm_head"], weights);
+    config["config_groups"]["group_0"]["input_activations"] =
+        json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true});
+    let (form_of, output) = (|_: &str| Some(Form::Int8Channel), None);
+    let case = Case { name: "W8A8", config, form_of, output };
+    let prompt: Vec<u32> = (0..900).map(|i| i * 37 % 1000).collect();
+    for (family, dtype) in [(Family::Llama, DType::BF16), (Family::Qwen2, DType::F16)] {
+        let made = case.folders(&TestModel::small_qwen3(7).of(family));
+        let logits = |model: &Model, tokens: usize| {
+            Driver::new(model, 1024).logits(&prompt[..tokens], usize::MAX)
+        };
+        let want = logits(&load(made.dense.str(), Some(DType::F32), 2), prompt.len());
+        let [kept, taken] = [true, false].map(|keeps| on_device(&made.quantised, dtype, keeps));
+        assert_eq!(logits(&taken, 100), logits(&kept, 100), "{dtype}: few tokens");
+        let [kept, taken] = [kept, taken].map(|model| logits(&model, prompt.len()));
+        let [of_kept, of_taken] = [&kept, &taken].map(|logits| relative_rms(logits, &want));
+        println!("W8A8 on CUDA, {dtype}: {of_kept:.1e} kept, {of_taken:.1e} in integers");
+        assert_eq!(kept != taken, takes_integers, "{dtype}: what the config says");
+        assert!(of_kept <= 2.0 * BF16_FLOOR && of_taken <= 0.06, "{dtype}: {of_kept}, {of_taken}");
     }
 }
 

@@ -86,7 +86,7 @@ def options_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--activations", choices=("as computed", "int8", "unquantised"), default="as computed",
         help="what products with quantised weights take activations as: with int8, prompts of int4 and int8 weights are "
-        "faster on the CPU; unquantised: not in FP8, even where the config says so",
+        "faster on the CPU; unquantised: not in 8 bits, even where the config says so",
     )  # fmt: skip
     load.add_argument("--kept-weights", metavar="FILE", help="keep what is quantised there, for later starts")
     for name, what in (

@@ -420,6 +420,20 @@ kernels! {
         LINEAR_PREFILL_SWIGLU_128X256_M "xserv_linear_prefill_swiglu_128x256_m" f16 bf16;
         LINEAR_PREFILL_SWIGLU_128X256_N "xserv_linear_prefill_swiglu_128x256_n" f16 bf16;
     }
+    "linear/prefill_int8" {
+        LINEAR_PREFILL_INT8_PLAIN_128X128_M "xserv_linear_prefill_int8_plain_128x128_m" f16 bf16;
+        LINEAR_PREFILL_INT8_PLAIN_128X128_N "xserv_linear_prefill_int8_plain_128x128_n" f16 bf16;
+        LINEAR_PREFILL_INT8_PLAIN_128X192_M "xserv_linear_prefill_int8_plain_128x192_m" f16 bf16;
+        LINEAR_PREFILL_INT8_PLAIN_128X192_N "xserv_linear_prefill_int8_plain_128x192_n" f16 bf16;
+        LINEAR_PREFILL_INT8_PLAIN_128X256_M "xserv_linear_prefill_int8_plain_128x256_m" f16 bf16;
+        LINEAR_PREFILL_INT8_PLAIN_128X256_N "xserv_linear_prefill_int8_plain_128x256_n" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X128_M "xserv_linear_prefill_int8_swiglu_128x128_m" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X128_N "xserv_linear_prefill_int8_swiglu_128x128_n" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X192_M "xserv_linear_prefill_int8_swiglu_128x192_m" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X192_N "xserv_linear_prefill_int8_swiglu_128x192_n" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X256_M "xserv_linear_prefill_int8_swiglu_128x256_m" f16 bf16;
+        LINEAR_PREFILL_INT8_SWIGLU_128X256_N "xserv_linear_prefill_int8_swiglu_128x256_n" f16 bf16;
+    }
     "linear/quantised" {
         LINEAR_QUANTISED_FP8_1_16 "xserv_linear_quantised_fp8_1_16" f16 bf16;
         LINEAR_QUANTISED_FP8_1_32 "xserv_linear_quantised_fp8_1_32" f16 bf16;
@@ -565,6 +579,9 @@ kernels! {
     }
     "quantised/dequantise" {
         DEQUANTISE "xserv_dequantise" f32 f16 bf16;
+    }
+    "quantised/integers" {
+        INTEGERS "xserv_integers" f16 bf16;
     }
     "rms_norm/add_rounded" {
         ADD_RMS_NORM_ROUNDED_SCALAR "xserv_add_rms_norm_rounded_scalar" f32 f16 bf16;

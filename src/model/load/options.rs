@@ -39,7 +39,8 @@ pub struct LoadOptions {
 pub enum ActivationFormat {
     /// Where weights are FP8, as the folder's config says: in FP8 too, with a scale for each token and 128
     /// inputs, or as they are computed. (On Hopper they are as computed in steps of few tokens of narrow
-    /// models.)
+    /// models.) Where weights are integers of 8 bits of which rows have one scale, and the config says so,
+    /// steps of many tokens on Hopper take them as integers of 8 bits with a scale for each token.
     #[default]
     AsComputed,
     /// The same, and with weights of integers on the CPU as integers of 8 bits, with a scale for each group of
@@ -53,8 +54,11 @@ pub enum ActivationFormat {
 impl ActivationFormat {
     /// Returns the format of a matrix whose products take their activations so.
     pub(in crate::model) fn of(self, format: QuantFormat) -> QuantFormat {
-        let has_bytes = self == ActivationFormat::Int8 && !format.code.is_float();
-        QuantFormat { quantises_inputs: format.quantises_inputs || has_bytes, ..format }
+        let quantises_inputs = match format.code.is_float() {
+            true => format.quantises_inputs,
+            false => self == ActivationFormat::Int8,
+        };
+        QuantFormat { quantises_inputs, ..format }
     }
 
     /// The same of the form of a matrix.
@@ -121,6 +125,29 @@ impl WeightStorage {
             WeightStorage::Int4 => Err(Error::invalid_argument(
                 "embeddings is int4, but embeddings are kept as stored or as int8",
             )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::quantised::Code;
+
+    #[test]
+    fn a_cpu_has_integers_of_8_bits_where_the_caller_asks_for_them() {
+        let format = |code, quantises_inputs| {
+            let (group_size, has_zeros, scale) = (usize::MAX, false, DType::F32);
+            QuantFormat { code, group_size, has_zeros, scale, quantises_inputs }
+        };
+        for says in [false, true] {
+            let of = |activations: ActivationFormat, code| {
+                activations.of(format(code, says)).quantises_inputs
+            };
+            assert_eq!(of(ActivationFormat::AsComputed, Code::Fp8), says);
+            assert_eq!(of(ActivationFormat::Int8, Code::Fp8), says);
+            assert!(!of(ActivationFormat::AsComputed, Code::Int8));
+            assert!(of(ActivationFormat::Int8, Code::Int4));
         }
     }
 }

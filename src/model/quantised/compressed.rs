@@ -166,22 +166,35 @@ fn group_scheme(fields: Fields<'_>, overall: Option<&'static str>) -> Result<Opt
     let Some(weights) = fields.optional_object("weights")? else { return Ok(None) };
     let format =
         one_of(fields, "format", &FORMATS)?.or(overall).ok_or_else(|| fields.missing("format"))?;
-    let has_fp8_inputs = has_fp8_inputs(fields)?;
+    let inputs = Inputs::new(fields)?;
     let place = format!("{}: weights", fields.place());
-    scheme_of(Fields::new(weights, &place), format, has_fp8_inputs).map(Some)
+    scheme_of(Fields::new(weights, &place), format, inputs).map(Some)
 }
 
-/// Whether the modules of a group take their activations in FP8.
-fn has_fp8_inputs(fields: Fields<'_>) -> Result<bool> {
-    let Some(inputs) = fields.optional_object("input_activations")? else { return Ok(false) };
-    let place = format!("{}: input_activations", fields.place());
-    let fields = Fields::new(inputs, &place);
-    let bits = fields.optional_count("num_bits", 64)?.unwrap_or(8);
-    Ok(bits == 8 && one_of(fields, "type", &["int", "float"])? == Some("float"))
+/// What the modules of a group take their activations as.
+#[derive(Clone, Copy, Debug, Default)]
+struct Inputs {
+    are_fp8: bool,
+    /// Integers of 8 bits without zeros.
+    are_int8: bool,
+}
+
+impl Inputs {
+    fn new(fields: Fields<'_>) -> Result<Self> {
+        let Some(inputs) = fields.optional_object("input_activations")? else {
+            return Ok(Inputs::default());
+        };
+        let place = format!("{}: input_activations", fields.place());
+        let fields = Fields::new(inputs, &place);
+        let has_bytes = fields.optional_count("num_bits", 64)?.unwrap_or(8) == 8;
+        let is_float = one_of(fields, "type", &["int", "float"])? == Some("float");
+        let symmetric = fields.flag("symmetric", true)?;
+        Ok(Inputs { are_fp8: has_bytes && is_float, are_int8: has_bytes && !is_float && symmetric })
+    }
 }
 
 /// Returns the scheme of weights that are stored in a format.
-fn scheme_of(fields: Fields<'_>, format: &'static str, has_fp8_inputs: bool) -> Result<Scheme> {
+fn scheme_of(fields: Fields<'_>, format: &'static str, inputs: Inputs) -> Result<Scheme> {
     let unsupported = |what: String| {
         Error::unsupported(format!("{}: {what} is not supported in {format}", fields.place()))
     };
@@ -214,8 +227,8 @@ fn scheme_of(fields: Fields<'_>, format: &'static str, has_fp8_inputs: bool) -> 
         (true, "int-quantized") => Err(unsupported("type \"float\"".to_owned())),
         (false, "float-quantized") => Err(unsupported("type \"int\"".to_owned())),
         (true, _) if !symmetric => Err(unsupported("symmetric = false".to_owned())),
-        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales), has_fp8_inputs }),
-        (false, _) => Ok(Scheme::Int8 { scales, symmetric }),
+        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales), has_fp8_inputs: inputs.are_fp8 }),
+        (false, _) => Ok(Scheme::Int8 { scales, symmetric, has_int8_inputs: inputs.are_int8 }),
     }
 }
 
@@ -238,7 +251,8 @@ fn scale_shape(fields: Fields<'_>) -> Result<ScaleShape> {
 
 /// Returns the scheme that a preset's name stands for.
 fn preset(place: &str, name: &str, format: Option<&'static str>) -> Result<Option<Scheme>> {
-    let weights = match name.to_ascii_uppercase().as_str() {
+    let name = name.to_ascii_uppercase();
+    let weights = match name.as_str() {
         "UNQUANTIZED" => return Ok(None),
         "FP8" => r#"{"num_bits": 8, "type": "float", "strategy": "tensor"}"#,
         "FP8_DYNAMIC" => r#"{"num_bits": 8, "type": "float", "strategy": "channel"}"#,
@@ -261,6 +275,7 @@ fn preset(place: &str, name: &str, format: Option<&'static str>) -> Result<Optio
         .map_err(|e| Error::internal(format!("the preset of {place}: {e}")))?;
     let format =
         format.ok_or_else(|| Error::invalid_file(format!("{place}: format is missing")))?;
-    // Both or neither are floats in all of them.
-    scheme_of(Fields::new(&map, place), format, true).map(Some)
+    // Where weights are floats of 8 bits, so are activations.
+    let inputs = Inputs { are_fp8: true, are_int8: ["W8A8", "INT8"].contains(&name.as_str()) };
+    scheme_of(Fields::new(&map, place), format, inputs).map(Some)
 }

@@ -205,23 +205,19 @@ struct Finder<'a> {
 
 impl Finder<'_> {
     fn find(&self, scheme: Scheme) -> Result<QuantModule> {
-        let module = match scheme {
+        let mut module = match scheme {
             Scheme::Awq { group_size, has_zeros } => self.awq(group_size, has_zeros)?,
             Scheme::Gptq { bits, group_size, symmetric, desc_act, is_v2 } => {
                 self.gptq(bits, group_size, symmetric, desc_act, is_v2)?
             }
             Scheme::Packed { bits, scales, symmetric } => self.packed(bits, scales, symmetric)?,
-            Scheme::Int8 { scales, symmetric } => {
+            Scheme::Int8 { scales, symmetric, .. } => {
                 self.bytes(Code::Int8, Some(scales), symmetric)?
             }
-            Scheme::Fp8 { scales, .. } => {
-                let mut module = self.bytes(Code::Fp8, scales, true)?;
-                let group_size = module.format.group_size;
-                module.format.quantises_inputs =
-                    scheme.quantises_inputs(group_size, module.in_features);
-                module
-            }
+            Scheme::Fp8 { scales, .. } => self.bytes(Code::Fp8, scales, true)?,
         };
+        module.format.quantises_inputs =
+            scheme.quantises_inputs(module.format.group_size, module.in_features);
         let unexpected = ["weight"].iter().chain(&MARKERS).find_map(|marker| {
             let name = format!("{}.{marker}", self.module);
             self.checkpoint.raw(&name).filter(|_| !module.tensors().any(|known| known.name == name))

@@ -65,6 +65,9 @@ pub enum Scheme {
         scales: ScaleShape,
         /// Whether all zeros are 0.
         symmetric: bool,
+        /// Whether the config has activations quantised to integers of 8 bits too, with a scale for each
+        /// token and no zeros.
+        has_int8_inputs: bool,
     },
 }
 
@@ -72,10 +75,18 @@ impl Scheme {
     /// Whether products of weights in groups of `group_size` inputs quantise their activations: where the
     /// config has FP8 of both. Each token's activations have a scale for 128 inputs, as they come, which
     /// is what configs with blocks of 128 ask for and finer than all others: a scale for the token, or one
-    /// for all tokens that was measured.
+    /// for all tokens that was measured. Where it has integers of 8 bits, of which rows have one scale each,
+    /// a token's activations have one too.
     pub fn quantises_inputs(&self, group_size: usize, in_features: usize) -> bool {
-        let has_fp8_inputs = matches!(self, Scheme::Fp8 { has_fp8_inputs: true, .. });
-        has_fp8_inputs && are_inputs_quantised(group_size, in_features)
+        match *self {
+            Scheme::Fp8 { has_fp8_inputs, .. } => {
+                has_fp8_inputs && are_inputs_quantised(group_size, in_features)
+            }
+            Scheme::Int8 { symmetric, has_int8_inputs, .. } => {
+                has_int8_inputs && symmetric && group_size >= in_features
+            }
+            _ => false,
+        }
     }
 
     /// Returns the format that files of this scheme usually have, for random numbers in their place.
@@ -96,7 +107,7 @@ impl Scheme {
             Scheme::Packed { bits, scales, symmetric } => {
                 (integers(bits), inputs(Some(scales)), !symmetric, DType::BF16)
             }
-            Scheme::Int8 { scales, symmetric } => {
+            Scheme::Int8 { scales, symmetric, .. } => {
                 (Code::Int8, inputs(Some(scales)), !symmetric, DType::BF16)
             }
         };
@@ -517,6 +528,41 @@ mod tests {
     }
 
     #[test]
+    fn integers_of_activations_are_read_with_those_of_weights() {
+        let of = |inputs: Value| {
+            let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel"});
+            let group =
+                json!({"targets": ["Linear"], "weights": weights, "input_activations": inputs});
+            let read = config(json!({
+                "quant_method": "compressed-tensors", "format": "int-quantized",
+                "config_groups": {"group_0": group},
+            }));
+            let found = scheme(&read, DOWN);
+            let Some(Scheme::Int8 { has_int8_inputs, .. }) = found else { panic!("{found:?}") };
+            has_int8_inputs
+        };
+        let dynamic = json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true});
+        assert!(of(dynamic.clone()));
+        assert!(of(json!({"num_bits": 8, "strategy": "tensor", "dynamic": false})));
+        assert!(!of(with(&dynamic, "symmetric", json!(false))));
+        assert!(!of(with(&dynamic, "type", json!("float"))));
+        assert!(!of(with(&dynamic, "num_bits", json!(16))));
+        assert!(!of(Value::Null));
+        let preset = |name: &str| {
+            scheme(
+                &config(json!({
+                    "quant_method": "compressed-tensors", "format": "int-quantized",
+                    "config_groups": {name: ["Linear"]},
+                })),
+                DOWN,
+            )
+        };
+        let (scales, symmetric) = (ScaleShape::Channel, true);
+        let all = Scheme::Int8 { scales, symmetric, has_int8_inputs: true };
+        assert_eq!(preset("W8A8"), Some(all));
+    }
+
+    #[test]
     fn activations_are_quantised_where_those_of_a_scale_share_one_of_the_weight() {
         let of = |scales, has_fp8_inputs| Scheme::Fp8 { scales, has_fp8_inputs };
         let rows = of(Some(ScaleShape::Channel), true);
@@ -529,6 +575,15 @@ mod tests {
             let packed = Scheme::Packed { bits: 8, scales: ScaleShape::Channel, symmetric: true };
             assert!(!quantises(&packed));
         }
+        let bytes = |symmetric, has_int8_inputs| Scheme::Int8 {
+            scales: ScaleShape::Channel,
+            symmetric,
+            has_int8_inputs,
+        };
+        assert!(bytes(true, true).quantises_inputs(256, 256));
+        assert!(!bytes(true, true).quantises_inputs(128, 256), "groups of a row");
+        assert!(!bytes(false, true).quantises_inputs(256, 256), "zeros");
+        assert!(!bytes(true, false).quantises_inputs(256, 256));
         for (scales, is_quantised) in [
             (None, true),
             (Some(ScaleShape::Tensor), true),

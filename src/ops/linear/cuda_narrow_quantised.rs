@@ -45,7 +45,7 @@ const MAX_STEPS: i32 = 2;
 fn divide(num_tokens: usize, layout: &TileLayout, result: Epilogue) -> Option<Division> {
     let is_served = (1..=NARROW_TOKENS).contains(&num_tokens)
         && is_quantised_weight(layout)
-        && (!layout.format().quantises_inputs || is_fp8_weight(layout))
+        && (!layout.format().has_fp8_inputs() || is_fp8_weight(layout))
         && layout.is_gated() == (result == Epilogue::SwiGlu);
     let all = layout.in_features().div_ceil(STEP);
     let all = i32::try_from(all).ok().filter(|_| is_served)?;
@@ -54,7 +54,7 @@ fn divide(num_tokens: usize, layout: &TileLayout, result: Epilogue) -> Option<Di
 
 fn kernel(layout: &TileLayout, result: Epilogue, has_norm: bool) -> Option<KernelByHalf> {
     let format = layout.format();
-    if format.quantises_inputs {
+    if format.has_fp8_inputs() {
         return quantised_kernels::narrow_fp8(result, has_norm);
     }
     let (scales, _) = units(layout, STEP);

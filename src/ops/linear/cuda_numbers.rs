@@ -1,6 +1,7 @@
 //! Linear layers with quantised weights whose numbers are made for the time of a product: for many
 //! tokens, for f32, and for weights that the other kernels do not serve.
 
+use super::cuda_prefill_int8::prefill_int8_bytes;
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::Result;
 use crate::memory::{DType, Tensor};
@@ -48,8 +49,10 @@ pub fn scratch_bytes(
     }
     let product = gemm_scratch_bytes(dtype, num_rows, &weight, is_deterministic);
     let by_gemm = numbers.saturating_add(product);
-    if !format.is_some_and(|format| format.quantises_inputs) {
-        return by_gemm;
+    let Some(format) = format.filter(|format| format.quantises_inputs) else { return by_gemm };
+    if !format.has_fp8_inputs() {
+        let integers = prefill_int8_bytes(num_rows, weight.out_features, weight.in_features);
+        return by_gemm.max(integers);
     }
     let rounded = dense_bytes(dtype, num_rows, weight.in_features);
     let quantised = quantised_inputs_bytes(num_rows, weight.in_features).saturating_add(512);
@@ -65,7 +68,7 @@ fn dense_bytes(dtype: DType, rows: usize, columns: usize) -> usize {
 /// Computes `out = x W^T` as [`gemm`] does with `options`, where W is quantised: x
 /// `[num_tokens, in_features]` and `out` `[num_tokens, out_features]` of one type. `order` says in
 /// which order the products with a dense weight are added up. Where the format of the weight says that
-/// activations are quantised, x is replaced by what it is in e4m3, rounded to its type.
+/// activations are FP8, x is replaced by what it is in e4m3, rounded to its type.
 pub fn linear_numbers(
     context: &ComputeContext,
     x: &Tensor,
@@ -79,7 +82,7 @@ pub fn linear_numbers(
     check("out", out, x.element(), &[num_tokens.into(), n as i64])?;
     let rounded;
     let mut x = x;
-    if weight.layout().format().quantises_inputs {
+    if weight.layout().format().has_fp8_inputs() {
         let shape = [num_tokens as usize, k];
         rounded = DeviceTensor::temporary(context, x.element(), &shape, "activations in 8 bits")?;
         round_inputs(context, x, &rounded)?;

@@ -94,6 +94,11 @@ impl Shape {
                 return shape;
             }
         }
+        Shape::choose_wide(num_tokens, rows, num_multiprocessors)
+    }
+
+    /// The same of those that serve all products and results of all kinds.
+    pub(super) fn choose_wide(num_tokens: i64, rows: i64, num_multiprocessors: i64) -> Self {
         let [first, ..] = WIDE;
         WIDE.into_iter()
             .min_by_key(|shape| {

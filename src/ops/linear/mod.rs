@@ -25,6 +25,7 @@ pub mod cuda_numbers;
 mod cuda_parts;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
+pub mod cuda_prefill_int8;
 pub mod cuda_quantised;
 pub mod cuda_quantised_blocks;
 mod cuda_quantised_few;

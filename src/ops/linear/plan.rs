@@ -21,7 +21,8 @@
 //! quantised beside layers that are not, and the other way round. Where the format of FP8 weights says
 //! that activations are quantised, they are for any number of rows, and the products are those of FP8
 //! with FP8; the norm before a product quantises what it gives, and with one or two rows a product
-//! normalises and quantises what it multiplies.
+//! normalises and quantises what it multiplies. Where that of 8-bit integers with a scale for each row
+//! says so, prompts on Hopper are products of integers.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -40,6 +41,9 @@ use super::cuda_narrow_quantised::{linear_narrow_quantised, max_narrow_quantised
 use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
+use super::cuda_prefill_int8::{
+    has_prefill_int8, is_prefill_int8_weight, linear_prefill_int8, MIN_INT8_TOKENS,
+};
 use super::cuda_quantised::{has_linear_quantised, linear_quantised, max_quantised_tokens};
 use super::cuda_quantised_blocks::is_quantised_weight;
 use super::cuda_quantised_many::has_quantised_many;
@@ -142,6 +146,8 @@ pub struct LinearPlan {
     has_quantised_many: bool,
     /// Whether it has those for activations in FP8.
     has_fp8: bool,
+    /// Whether it has those for prompts in integers of 8 bits.
+    has_int8: bool,
     /// Whether layers have integers as weights.
     has_integers: bool,
     /// Whether the stream is as wide as [`WIDE_FOR_INTEGERS`].
@@ -215,7 +221,7 @@ impl LinearPlan {
                 WeightFormat::Quantised(layout) => {
                     suit_chain &= has_quantised
                         && is_quantised_weight(&layout)
-                        && (!layout.format().quantises_inputs
+                        && (!layout.format().has_fp8_inputs()
                             || (has_fp8 && is_fp8_weight(&layout)));
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
@@ -261,6 +267,7 @@ impl LinearPlan {
             has_quantised,
             has_quantised_many: has_quantised_many(context)?,
             has_fp8,
+            has_int8: has_quantised && !is_deterministic && has_prefill_int8(context)?,
             has_integers,
             is_wide: hidden_size >= WIDE_FOR_INTEGERS,
             is_deterministic,
@@ -508,7 +515,10 @@ impl LinearPass<'_> {
             Links::Apart => {
                 self.normalise(stream, norm)?;
                 let (x, rows) = (&stream.normed, stream.num_rows());
-                if layer.bias.is_none() && self.takes_skinny(rows, layer) {
+                if let Some(tiles) = self.takes_int8(rows, layer)?.filter(|_| layer.bias.is_none())
+                {
+                    linear_prefill_int8(self.context, x, &tiles, None, epilogue, out)?;
+                } else if layer.bias.is_none() && self.takes_skinny(rows, layer) {
                     self.skinny(x, layer, epilogue, out)?;
                 } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
                     let weight = layer.weight.dense_data()?;
@@ -618,7 +628,10 @@ impl LinearPass<'_> {
     /// Computes `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
     pub fn plain(&self, x: &DeviceTensor, layer: &Layer<'_>, out: &DeviceTensor) -> Result<()> {
         let (epilogue, rows) = (Epilogue::Store, num_rows(x));
-        if self.takes_skinny(rows, layer) {
+        if let Some(tiles) = self.takes_int8(rows, layer)? {
+            let bias = layer.bias.map(|bias| &**bias);
+            linear_prefill_int8(self.context, x, &tiles, bias, epilogue, out)?;
+        } else if self.takes_skinny(rows, layer) {
             self.skinny(x, layer, epilogue, out)?;
         } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
             linear_prefill(self.context, x, layer.weight.dense_data()?, epilogue, out)?;
@@ -639,11 +652,27 @@ impl LinearPass<'_> {
                 let is_few =
                     num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
-                    && !layout.format().quantises_inputs
+                    && !layout.format().has_fp8_inputs()
                     && (is_few || is_tall(&layout) || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
             }
         }
+    }
+
+    /// Returns the tiles of a weight by which rows, those of a prompt, are multiplied as integers of 8 bits.
+    fn takes_int8<'a>(
+        &self,
+        num_rows: usize,
+        layer: &Layer<'a>,
+    ) -> Result<Option<QuantisedTiles<'a>>> {
+        let WeightFormat::Quantised(layout) = layer.weight.format() else { return Ok(None) };
+        let is_served = self.plan.has_int8
+            && self.links == Links::Apart
+            && num_rows >= MIN_INT8_TOKENS
+            && layout.format().quantises_inputs
+            && !is_tall(&layout)
+            && is_prefill_int8_weight(&layout);
+        is_served.then(|| QuantisedTiles::new(layout, layer.weight.data())).transpose()
     }
 
     /// Whether products with such a weight take their activations in FP8.
@@ -776,7 +805,7 @@ impl LinearPass<'_> {
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is
-    /// added to it in f32 and rounded once.
+    /// added to it, by cuBLAS sometimes after it was rounded.
     fn by_gemm(
         &self,
         x: &Tensor,

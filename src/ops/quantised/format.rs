@@ -153,9 +153,10 @@ pub struct QuantFormat {
     /// The type that holds all scales without rounding.
     pub scale: DType,
     /// Whether products take their activations in 8 bits too. With [`Code::Fp8`] these are e4m3, with a
-    /// scale for each row and 128 inputs ([`activations`](super::activations)); with integers, of which
-    /// the CPU alone has this, they are integers, with a scale for each row and group, or each 128
-    /// inputs of a longer one.
+    /// scale for each row and 128 inputs ([`activations`](super::activations)). With integers they are
+    /// integers: on the CPU with a scale for each row and group, or each 128 inputs of a longer one; on a
+    /// GPU in prompts, with a scale for each row, where the weight has one for each of its own
+    /// ([`cuda_integers`](super::cuda_integers)).
     pub quantises_inputs: bool,
 }
 
@@ -169,6 +170,11 @@ impl QuantFormat {
         let has_zeros = self.has_zeros || other.has_zeros;
         let quantises_inputs = self.quantises_inputs && other.quantises_inputs;
         is_one.then_some(QuantFormat { has_zeros, scale, quantises_inputs, ..*self })
+    }
+
+    /// Whether products take their activations in FP8.
+    pub fn has_fp8_inputs(&self) -> bool {
+        self.quantises_inputs && self.code.is_float()
     }
 
     /// The groups of a row of `in_features` inputs; the last may be partial.

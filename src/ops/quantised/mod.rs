@@ -5,6 +5,7 @@
 pub mod activations;
 pub mod cuda;
 pub mod cuda_activations;
+pub mod cuda_integers;
 mod format;
 mod four_bits;
 mod matrix;

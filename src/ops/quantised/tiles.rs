@@ -129,9 +129,9 @@ impl TileLayout {
         }
     }
 
-    /// Whether codes lie in pieces of rows, as they do where activations are quantised too.
+    /// Whether codes lie in pieces of rows, as they do where activations are FP8 too.
     pub fn has_pieces(&self) -> bool {
-        self.format.quantises_inputs
+        self.format.has_fp8_inputs()
     }
 
     /// Returns the chunks of a tile.

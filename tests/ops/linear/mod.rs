@@ -10,6 +10,7 @@ mod narrow;
 mod narrow_quantised;
 mod prefill;
 mod prefill_heads;
+mod prefill_int8;
 mod quantised;
 mod quantised_one;
 mod residual;

@@ -365,6 +365,11 @@ typedef enum xserv_activations {
    * GPU. Scales in the files (input_scale) are not used. Activations stay as they are computed where a
    * scale of the weight is for a part of a row that is no multiple of 128 inputs, and on Hopper in steps
    * of up to 8 requests of models up to 2,048 wide that are not deterministic.
+   *
+   * Where weights are integers of 8 bits with a scale for each row, and the config has input_activations of
+   * 8 bits and type int without zeros (W8A8 of compressed-tensors), steps of more than 256 tokens on Hopper
+   * take them as integers of 8 bits with a scale for each token, max |x| / 127, unless the model is
+   * deterministic.
    */
   XSERV_ACTIVATIONS_AS_COMPUTED = 0,
   /**
@@ -375,7 +380,7 @@ typedef enum xserv_activations {
    */
   XSERV_ACTIVATIONS_INT8 = 1,
   /**
-   * Never 8 bits, whatever the folder's config says: with FP8 weights activations stay as they are
+   * Never 8 bits, whatever the folder's config says: activations stay as they are
    * computed. Results are nearer to those of the numbers that the codes stand for; on a GPU prompts and
    * many requests at once take longer.
    */
