@@ -141,6 +141,7 @@ impl Engine {
             Err(error) => return Err(error),
         };
         let placed = load_model(options, opened, &backend, &log, progress, &tell);
+        // A damaged tokenizer is told first, whatever else is wrong.
         let tokenizer = match reader.finish() {
             Ok(tokenizer) => Ok(Arc::new(tokenizer)),
             Err(error) if error.kind() == ErrorKind::NotFound => {

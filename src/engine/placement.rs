@@ -193,11 +193,6 @@ pub(super) fn load_model(
     };
     let (planned, size) = place(options, &opened, log)?;
     load_options.dtype = Some(planned.dtype);
-    let num_blocks = size.kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
-    // Slots are numbered in 32 bits.
-    if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
-        return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
-    }
     let limits = planned.limits;
     let mut workspace = Workspace::new();
     let model = if planned.on_device {
@@ -220,8 +215,13 @@ pub(super) fn load_model(
         model
     };
     tell("work space made");
+    let num_blocks = size.kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
     let kv = model.kv_cache(num_blocks)?;
     tell("KV cache made");
+    // Slots are numbered in 32 bits.
+    if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
+        return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
+    }
     let swap = model.kv_swap();
     Ok(Placed { planned, size, model: Arc::new(model), kv, swap, workspace })
 }

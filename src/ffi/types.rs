@@ -84,18 +84,18 @@ pub enum xserv_activations {
     /// of up to 8 requests of models up to 2,048 wide that are not deterministic.
     ///
     /// Where weights are integers of 8 bits with a scale for each row, and the config has input_activations of
-    /// 8 bits and type int without zeros (W8A8 of compressed-tensors), steps of more than 256 tokens on Hopper
-    /// take them as integers of 8 bits with a scale for each token, max |x| / 127, unless the model is
-    /// deterministic.
+    /// 8 bits and type int without zeros, of any strategy (W8A8 of compressed-tensors), steps of more than 256
+    /// tokens on Hopper take them as integers of 8 bits with a scale for each token, max |x| / 127, in models of
+    /// f16 and bf16 that are not deterministic.
     XSERV_ACTIVATIONS_AS_COMPUTED = 0,
     /// The same, and with weights of 4 and 8 bits on the CPU integers of 8 bits, within 1/254 of the largest
     /// activation of the group. Prompts are faster, most with long groups, where the processor multiplies
     /// bytes (AMX, VNNI). With groups of fewer than 64 inputs, a processor with AMX may take them in bf16 in
     /// steps of many tokens as well. Without such weights, and on a GPU, it changes nothing.
     XSERV_ACTIVATIONS_INT8 = 1,
-    /// Never 8 bits, whatever the folder's config says: activations stay as they are
-    /// computed. Results are nearer to those of the numbers that the codes stand for; on a GPU prompts and
-    /// many requests at once take longer.
+    /// Never 8 bits, whatever the folder's config says: with FP8 weights, and in prompts of W8A8, activations
+    /// stay as they are computed. Results are nearer to those of the numbers that the codes stand for; on a GPU
+    /// prompts and many requests at once take longer.
     XSERV_ACTIVATIONS_UNQUANTISED = 2,
 }
 

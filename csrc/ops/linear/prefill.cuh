@@ -1,11 +1,11 @@
 // The kernel of prefill.cu, for operands of 16 bits and for integers of 8 bits (prefill_int8.cu). sm_90a only.
 //
 // A block computes tiles of tokens by rows of weight: two warps copy stages of 128 bytes along k into a
-// ring, and groups of four warps multiply them, each group with 64 tokens, all rows of the tile and the sums
-// in registers. Gate and up alternate in the tile every eight columns, so that a thread has both. The ring
-// runs on across the tiles of a block; under programmatic launch the first stages of weight are fetched while
-// the kernel before is still running. Results go through shared memory, 16 rows of a warp at a time, so that
-// whole lines are written and no warp waits for another.
+// ring, and groups of four warps multiply them, each group with 64 tokens, all rows of the tile and the
+// sums in registers. Gate and up alternate in the tile every eight columns, so that a thread has both. The
+// ring runs on across the tiles of a block; under programmatic launch the first stages of weight are
+// fetched while the kernel before is still running, unless it makes them. Results go through shared memory,
+// 16 rows of a warp at a time, so that whole lines are written and no warp waits for another.
 //
 // The L2 cache limits such tiles, not the tensor cores (128 x 128 needs 64 bytes per clock and SM,
 // where about 40 can be had). So blocks come in pairs with the same rows of weight and different tokens
@@ -32,7 +32,6 @@
 #include "common/wgmma.cuh"
 #include "common/wgmma_n.cuh"
 
-
 namespace xserv {
 
 constexpr int kBox = 64;  // rows of a box, which has 128 bytes of each, the widest swizzle
@@ -44,6 +43,7 @@ struct Numbers {
   using Sum = float;
   static constexpr int kElements = 64;  // of 128 bytes
   static constexpr bool kHasMixedRows = false;
+  static constexpr bool kIsMade = false;  // whether the kernel before writes the weight
 
   template <int kRows>
   __device__ __forceinline__ static void multiply(float (&sum)[kRows / 2], uint64_t a, uint64_t b, int accumulate) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ float4 load_sums(uint32_t address) {
   return v;
 }
 
-// `others`: what the epilogue or the operands take besides.
+// `others`: the parameters of the epilogue or of the operands.
 template <typename T, Epilogue kEpilogue, typename S, typename Operands = Numbers<T>, typename Others = PrefillParams>
 __device__ __forceinline__ void prefill(const PrefillParams& p, const Others& others) {
   constexpr int kRows = S::kRows, kStages = S::kStages, kWarps = S::kWarps;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, const Others& ot
     if (lane == 0 && warp < kWarps + 2) {
       Cursor c{first_tile, 0, 0, 0, 0, 0, 0};
       find(c);
-      if (!has_weights) dependency_wait();
+      if (!has_weights || Operands::kIsMade) dependency_wait();
       uint32_t parity = 1;  // of slots that were never filled
       for (int i = 0; i < total; ++i, advance(c)) {
         mbarrier_wait(empty + c.slot * 8, parity);

@@ -24,6 +24,7 @@ struct Integers {
   using Sum = int;
   static constexpr int kElements = 128;
   static constexpr bool kHasMixedRows = true;
+  static constexpr bool kIsMade = true;
 
   template <int kRows>
   __device__ __forceinline__ static void multiply(int (&sum)[kRows / 2], uint64_t a, uint64_t b, int accumulate) {
@@ -35,7 +36,7 @@ struct Integers {
   __device__ __forceinline__ static void scale(const PrefillInt8Params& p, const int* sums, int token, int row,
                                                float (&scaled)[kSums]) {
     const int lane = threadIdx.x & 31, last = p.gemm.num_tokens - 1;
-    // What lies behind the last token or row is not stored.
+    // Values after the last token or row are not stored.
     const float low = p.x_scales[min(token + lane / 4, last)], high = p.x_scales[min(token + lane / 4 + 8, last)];
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {

@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t rounded_byte(float v, float inverse) {
   return static_cast<uint32_t>(__float2int_rn(v * inverse)) & 0xff;
 }
 
-// The block has a token. Activations that are not finite make a scale that is none either.
+// The block has a token. A token with an activation that is not finite has a scale that is not finite.
 template <typename T>
 __device__ __forceinline__ void integer_token(const IntegersParams& p, int64_t token) {
   using V = Vec<T, 8>;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void integer_token(const IntegersParams& p, int64_t t
   __syncthreads();
   for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) largest = max(largest, sizes[warp]);
   const float scale = __uint_as_float(largest) / 127.0f;
-  // Of a number too small to be inverted, and of what is not finite, nothing is left but the scale.
-  const bool is_usual = largest > 0x01000000u && largest < 0x7f800000u;
+  // If the largest is too small to be inverted (below 2^-121) or not finite, codes are 0, and the scale tells.
+  const bool is_usual = largest >= 0x03000000u && largest < 0x7f800000u;
   const float inverse = is_usual ? 127.0f / __uint_as_float(largest) : 0.0f;
   if (threadIdx.x == 0) p.x_scales[token] = scale;
   uint2* to = reinterpret_cast<uint2*>(static_cast<char*>(p.tokens) + token * k);

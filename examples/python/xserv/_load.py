@@ -303,11 +303,11 @@ class LoadedModel(NotCopyable):
     activations: what products with quantised weights take their activations as. "as computed" (default): where the
         config of a folder with FP8 weights quantises activations to FP8, in FP8 with a scale for each token and 128
         inputs; where it quantises them to integers of 8 bits, and weights are such integers with a scale for each row
-        (W8A8), steps of more than 256 tokens on Hopper take them so. "unquantised": never, which is nearer to the numbers that the weights stand for, and on a GPU takes
-        longer with many tokens. Weights of 4 and 8 bits (integers) take them on the CPU as integers of 16 bits, or with
-        "int8" of 8 bits: prompts are faster then, and results less exact. In steps of many tokens of a bf16 model that
-        is not deterministic, a processor with AMX or AMD's AVX-512 BF16 may take them in bf16 instead; with "int8" only
-        AMX does, in groups of fewer than 64.
+        (W8A8), steps of more than 256 tokens on Hopper take them so. "unquantised": never, which is nearer to the
+        numbers that the weights stand for, and on a GPU takes longer with many tokens. Weights of 4 and 8 bits
+        (integers) take them on the CPU as integers of 16 bits, or with "int8" of 8 bits: prompts are faster then, and
+        results less exact. In steps of many tokens of a bf16 model that is not deterministic, a processor with AMX or
+        AMD's AVX-512 BF16 may take them in bf16 instead; with "int8" only AMX does, in groups of fewer than 64.
     kept_weights: a file in which what weights and embeddings quantise is kept for later loads, or None (default). If
         it is there, it is read instead of what it was made from; else the load makes it. A file of other options or of
         another model, or a damaged one, is refused (InvalidFileError) and never overwritten.

@@ -54,9 +54,10 @@ pub enum ActivationFormat {
 impl ActivationFormat {
     /// Returns the format of a matrix whose products take their activations so.
     pub(in crate::model) fn of(self, format: QuantFormat) -> QuantFormat {
-        let quantises_inputs = match format.code.is_float() {
-            true => format.quantises_inputs,
-            false => self == ActivationFormat::Int8,
+        let quantises_inputs = if format.code.is_float() {
+            format.quantises_inputs
+        } else {
+            self == ActivationFormat::Int8
         };
         QuantFormat { quantises_inputs, ..format }
     }

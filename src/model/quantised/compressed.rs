@@ -171,7 +171,7 @@ fn group_scheme(fields: Fields<'_>, overall: Option<&'static str>) -> Result<Opt
     scheme_of(Fields::new(weights, &place), format, inputs).map(Some)
 }
 
-/// What the modules of a group take their activations as.
+/// The format in which the modules of a group take their activations.
 #[derive(Clone, Copy, Debug, Default)]
 struct Inputs {
     are_fp8: bool,

@@ -76,7 +76,7 @@ impl Scheme {
     /// config has FP8 of both. Each token's activations have a scale for 128 inputs, as they come, which
     /// is what configs with blocks of 128 ask for and finer than all others: a scale for the token, or one
     /// for all tokens that was measured. Where it has integers of 8 bits, of which rows have one scale each,
-    /// a token's activations have one too.
+    /// a token's activations have one too, whatever strategy the config names.
     pub fn quantises_inputs(&self, group_size: usize, in_features: usize) -> bool {
         match *self {
             Scheme::Fp8 { has_fp8_inputs, .. } => {

@@ -97,7 +97,7 @@ impl Shape {
         Shape::choose_wide(num_tokens, rows, num_multiprocessors)
     }
 
-    /// The same of those that serve all products and results of all kinds.
+    /// Returns the one of [`WIDE`] whose last block finishes first.
     pub(super) fn choose_wide(num_tokens: i64, rows: i64, num_multiprocessors: i64) -> Self {
         let [first, ..] = WIDE;
         WIDE.into_iter()

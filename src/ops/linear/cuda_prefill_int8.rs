@@ -119,7 +119,6 @@ pub fn linear_prefill_int8(
     let Some(kernel) = kernel(shape.name, dtype, is_gated) else {
         return Err(Error::internal(format!("no kernel {} for integers", shape.name)));
     };
-    // The product reads rows of the weight before it waits for what was queued before.
     let (tokens, rows) = integers(context, x, weight)?;
     // SAFETY: the codes of both have these sizes; both are kept until the product is queued, and what is
     // queued later on the stream takes their memory.

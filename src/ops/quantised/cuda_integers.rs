@@ -41,7 +41,7 @@ kernel_struct! {
 const THREADS: u32 = 256;
 /// The chunks of a block's part of a tile.
 const BLOCK_CHUNKS: usize = 8;
-/// What inputs of a row are a multiple of.
+/// The number of inputs of a row is a multiple of this.
 const INPUTS: usize = 16;
 /// The alignment of the scales in bytes.
 const ALIGNMENT: usize = 256;
@@ -54,7 +54,7 @@ pub struct IntegerRows {
     in_features: usize,
 }
 
-/// Returns the device memory of so many rows; the most there is if that cannot be counted.
+/// Returns the device memory of `num_rows` rows; `usize::MAX` if that cannot be counted.
 pub fn integer_rows_bytes(num_rows: usize, in_features: usize) -> usize {
     let bytes = first_scale(num_rows, in_features).and_then(|codes| {
         num_rows
@@ -71,7 +71,7 @@ fn first_scale(num_rows: usize, in_features: usize) -> Option<usize> {
 }
 
 impl IntegerRows {
-    /// Takes memory for rows, which say nothing yet.
+    /// Takes memory for rows, whose contents are undefined.
     fn new(context: &ComputeContext, num_rows: usize, in_features: usize) -> Result<Self> {
         let words = integer_rows_bytes(num_rows, in_features) / size_of::<i32>();
         let what = "integers of 8 bits";
@@ -121,7 +121,7 @@ pub fn has_integers(layout: &TileLayout) -> bool {
 
 /// Quantises x `[num_tokens, in_features]`, of f16 or bf16, and returns its rows, and those of such a matrix
 /// in the order of its tiles, where gate and up alternate every eight rows, filled up to whole tiles. What
-/// is queued next finds both, even if it does not wait for what was queued before.
+/// is queued next may begin earlier, and finds both when it has waited.
 pub fn integers(
     context: &ComputeContext,
     x: &Tensor,

@@ -16,7 +16,7 @@
 //!   * With 8 bits it has 512 bytes for either half, lane after lane: two words for each product, the
 //!     first with register 0 in its bytes 0 and 2 and register 1 in the others, the second with
 //!     registers 2 and 3 likewise.
-//!   * Where activations are quantised too, both operands of a product are codes, and none are
+//!   * Where activations are FP8 too, both operands of a product are codes, and none are
 //!     decoded: every 128 inputs have 2048 bytes, in pieces of 16 inputs of a row. Rows 0 to 7 come
 //!     first and then rows 8 to 15; of each half, piece after piece, the rows beside each other. That
 //!     is how `wgmma` takes an operand without a swizzle, and a lane of `mma.m16n8k32` has with two
@@ -39,7 +39,7 @@ pub const CHUNK: usize = 64;
 const ALIGNMENT: usize = 256;
 const LANES: usize = 32;
 /// The inputs of a row that lie beside each other, and those of a tile after which the next begin, where
-/// activations are quantised too.
+/// activations are FP8 too.
 const PIECE: usize = 16;
 const PIECES_INPUTS: usize = 2 * CHUNK;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::quantised::{check_product, Case, Product};
 use crate::quantised::{random_matrix, upload_tiles};
 use crate::support::device::{cuda_context, download, Bench, HALVES};
-use xserv::backend::ComputeContext;
+use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
 use xserv::ops::linear::cuda_prefill_int8::{
     has_prefill_int8, is_prefill_int8_weight, linear_prefill_int8,
@@ -155,6 +155,41 @@ fn integers_of_tokens_and_rows_on_cuda_are_those_of_the_host() {
                     assert_eq!(got, f64::from(matrix.scales[row]), "row {row}: {is_gated}");
                 }
             }
+        }
+    }
+}
+
+/// A product reads the rows of its own weight, though the kernel that makes them runs just before it.
+#[test]
+fn products_of_integers_that_follow_each_other_on_cuda_have_their_own_weights() {
+    let Some(context) = context() else { return };
+    let (n, k, num_tokens) = (512, 256, 257);
+    let mut bench = Bench::new(&context, DType::BF16, 3);
+    let layout = TileLayout::new(n, k, format(DType::F32), false).expect("a layout");
+    let memories = [(); 3].map(|()| {
+        let matrix = random_matrix(&mut bench.random, n, k, format(DType::F32), 1.0);
+        upload_tiles(&mut bench, &layout, &matrix)
+    });
+    let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);
+    let multiply = |weight: usize, out: &DeviceTensor| {
+        let weight = QuantisedTiles::new(layout, &memories[weight]).expect("tiles");
+        linear_prefill_int8(&context, &x, &weight, None, Epilogue::Store, out).expect("a product");
+    };
+    let out = bench.poisoned(&[num_tokens, n]);
+    let want: Vec<Vec<f64>> = (0..memories.len())
+        .map(|weight| {
+            multiply(weight, &out);
+            context.synchronize().expect("no fault");
+            bench.read(&out)
+        })
+        .collect();
+    assert!(want[0] != want[1] && want[1] != want[2]);
+    let outs: Vec<DeviceTensor> = (0..24).map(|_| bench.poisoned(&[num_tokens, n])).collect();
+    for round in 0..40 {
+        outs.iter().enumerate().for_each(|(i, out)| multiply((i + round) % 3, out));
+        context.synchronize().expect("no fault");
+        for (i, out) in outs.iter().enumerate() {
+            assert!(bench.read(out) == want[(i + round) % 3], "round {round}, product {i}");
         }
     }
 }
