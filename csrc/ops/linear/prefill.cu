@@ -14,33 +14,26 @@
 
 // xserv_linear_prefill_<epilogue>_<shape>_<dtype>: groups of 64 tokens, rows, stages, blocks of a
 // cluster with the same rows and with the same tokens, parts of k
-#define XSERV_PREFILL(NAME, EPILOGUE, SHAPE, SUFFIX, T, ...)                                               \
-  extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
+#define XSERV_PREFILL(NAME, EPILOGUE, SUFFIX, T, SHAPE, ...)                                                  \
+  extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                        \
       xserv_linear_prefill_##NAME##_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillParams params) { \
-    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE); \
+    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE);    \
     xserv::prefill<T, xserv::Epilogue::EPILOGUE, xserv::Shape<__VA_ARGS__>>(params, params);                  \
   }
-#define XSERV_PREFILL_HEADS(SHAPE, SUFFIX, T, ...)                                                         \
-  extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
-      xserv_linear_prefill_heads_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillHeadsParams params) {   \
-    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE); \
-    xserv::prefill<T, xserv::Epilogue::kHeads, xserv::Shape<__VA_ARGS__>, xserv::Numbers<T>>(params.gemm, params);      \
+#define XSERV_PREFILL_HEADS(SUFFIX, T, SHAPE, ...)                                                              \
+  extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                          \
+      xserv_linear_prefill_heads_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillHeadsParams params) { \
+    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE);      \
+    xserv::prefill<T, xserv::Epilogue::kHeads, xserv::Shape<__VA_ARGS__>>(params.gemm, params);                 \
   }
-#define XSERV_PREFILL_WIDE(NAME, EPILOGUE, SUFFIX, T)                \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x256_m, SUFFIX, T, 2, 256, 4, 2, 1) \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x256_n, SUFFIX, T, 2, 256, 4, 1, 2) \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x192_m, SUFFIX, T, 2, 192, 5, 2, 1) \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x192_n, SUFFIX, T, 2, 192, 5, 1, 2) \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x128_m, SUFFIX, T, 2, 128, 6, 2, 1) \
-  XSERV_PREFILL(NAME, EPILOGUE, 128x128_n, SUFFIX, T, 2, 128, 6, 1, 2)
-#define XSERV_PREFILL_ALL(SUFFIX, T)                                      \
-  XSERV_PREFILL_WIDE(plain, kPlain, SUFFIX, T)                            \
-  XSERV_PREFILL_WIDE(swiglu, kSwiglu, SUFFIX, T)                          \
-  XSERV_PREFILL(plain, kPlain, 64x128_m, SUFFIX, T, 1, 128, 8, 2, 1)      \
-  XSERV_PREFILL(plain, kPlain, 64x128_m_s2, SUFFIX, T, 1, 128, 8, 2, 1, 2) \
-  XSERV_PREFILL(plain, kPlain, 64x64_n_s2, SUFFIX, T, 1, 64, 11, 1, 2, 2) \
-  XSERV_PREFILL_HEADS(128x128_m, SUFFIX, T, 2, 128, 6, 2, 1)              \
-  XSERV_PREFILL_HEADS(128x128_n, SUFFIX, T, 2, 128, 6, 1, 2)
+#define XSERV_PREFILL_ALL(SUFFIX, T)                                       \
+  XSERV_WIDE_SHAPES(XSERV_PREFILL, plain, kPlain, SUFFIX, T)               \
+  XSERV_WIDE_SHAPES(XSERV_PREFILL, swiglu, kSwiglu, SUFFIX, T)             \
+  XSERV_PREFILL(plain, kPlain, SUFFIX, T, 64x128_m, 1, 128, 8, 2, 1)       \
+  XSERV_PREFILL(plain, kPlain, SUFFIX, T, 64x128_m_s2, 1, 128, 8, 2, 1, 2) \
+  XSERV_PREFILL(plain, kPlain, SUFFIX, T, 64x64_n_s2, 1, 64, 11, 1, 2, 2)  \
+  XSERV_PREFILL_HEADS(SUFFIX, T, 128x128_m, 2, 128, 6, 2, 1)               \
+  XSERV_PREFILL_HEADS(SUFFIX, T, 128x128_n, 2, 128, 6, 1, 2)
 XSERV_PREFILL_ALL(f16, __half)
 XSERV_PREFILL_ALL(bf16, __nv_bfloat16)
 #endif

@@ -76,6 +76,15 @@ struct Shape {
   static_assert(kBlocks > 1 && kSharedBytes <= 227 * 1024);
 };
 
+// M(..., name, parameters) for each shape that serves all weights.
+#define XSERV_WIDE_SHAPES(M, ...)             \
+  M(__VA_ARGS__, 128x256_m, 2, 256, 4, 2, 1) \
+  M(__VA_ARGS__, 128x256_n, 2, 256, 4, 1, 2) \
+  M(__VA_ARGS__, 128x192_m, 2, 192, 5, 2, 1) \
+  M(__VA_ARGS__, 128x192_n, 2, 192, 5, 1, 2) \
+  M(__VA_ARGS__, 128x128_m, 2, 128, 6, 2, 1) \
+  M(__VA_ARGS__, 128x128_n, 2, 128, 6, 1, 2)
+
 __device__ __forceinline__ void hold(float& v) { asm volatile("" : "+f"(v)::"memory"); }
 __device__ __forceinline__ void hold(int& v) { asm volatile("" : "+r"(v)::"memory"); }
 
@@ -305,7 +314,8 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, const Others& ot
             Writer::stage(my_staging, sum + round * kSums);
           } else {
             float scaled[kSums];
-            Operands::template scale<kSums>(others, sum + round * kSums, token + warp * 16, row + round * kSums * 2, scaled);
+            const int first_row = row + round * kSums * 2;
+            Operands::template scale<kSums>(others, sum + round * kSums, token + warp * 16, first_row, scaled);
             Writer::stage(my_staging, scaled);
           }
           writer.store(round);

@@ -57,23 +57,16 @@ struct Integers {
 
 }  // namespace xserv
 
-// xserv_linear_prefill_int8_<epilogue>_<shape>_<dtype>, with the shapes of prefill.cu
-#define XSERV_PREFILL_INT8(NAME, EPILOGUE, SHAPE, SUFFIX, T, ...)                                                      \
+// xserv_linear_prefill_int8_<epilogue>_<shape>_<dtype>
+#define XSERV_PREFILL_INT8(NAME, EPILOGUE, SUFFIX, T, SHAPE, ...)                                                      \
   extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                                 \
       xserv_linear_prefill_int8_##NAME##_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillInt8Params params) { \
     static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE);             \
     xserv::prefill<T, xserv::Epilogue::EPILOGUE, xserv::Shape<__VA_ARGS__>,                                            \
                    xserv::Integers<T, xserv::Epilogue::EPILOGUE>>(params.gemm, params);                                \
   }
-#define XSERV_PREFILL_INT8_WIDE(NAME, EPILOGUE, SUFFIX, T)                  \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x256_m, SUFFIX, T, 2, 256, 4, 2, 1) \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x256_n, SUFFIX, T, 2, 256, 4, 1, 2) \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x192_m, SUFFIX, T, 2, 192, 5, 2, 1) \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x192_n, SUFFIX, T, 2, 192, 5, 1, 2) \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x128_m, SUFFIX, T, 2, 128, 6, 2, 1) \
-  XSERV_PREFILL_INT8(NAME, EPILOGUE, 128x128_n, SUFFIX, T, 2, 128, 6, 1, 2)
-XSERV_PREFILL_INT8_WIDE(plain, kPlain, f16, __half)
-XSERV_PREFILL_INT8_WIDE(plain, kPlain, bf16, __nv_bfloat16)
-XSERV_PREFILL_INT8_WIDE(swiglu, kSwiglu, f16, __half)
-XSERV_PREFILL_INT8_WIDE(swiglu, kSwiglu, bf16, __nv_bfloat16)
+XSERV_WIDE_SHAPES(XSERV_PREFILL_INT8, plain, kPlain, f16, __half)
+XSERV_WIDE_SHAPES(XSERV_PREFILL_INT8, plain, kPlain, bf16, __nv_bfloat16)
+XSERV_WIDE_SHAPES(XSERV_PREFILL_INT8, swiglu, kSwiglu, f16, __half)
+XSERV_WIDE_SHAPES(XSERV_PREFILL_INT8, swiglu, kSwiglu, bf16, __nv_bfloat16)
 #endif

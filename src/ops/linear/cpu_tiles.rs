@@ -111,7 +111,7 @@ impl<'a> TiledWeight<'a> {
             }
             TiledWeight::Made(weight) => {
                 let format = weight.format();
-                let is_rounded = format.quantises_inputs && format.code.is_float();
+                let is_rounded = format.has_fp8_inputs();
                 let round = is_rounded.then_some(round_inputs as Round);
                 let inputs = Inputs { order: weight.order(), round };
                 make_tiles(backend, x, weight.in_features(), inputs, tiles)

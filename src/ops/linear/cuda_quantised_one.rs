@@ -124,7 +124,7 @@ impl Division {
 fn kernel(layout: &TileLayout, dtype: DType) -> Option<Kernel> {
     let (format, (scales, _)) = (layout.format(), stage_units(layout));
     // Where activations become FP8, another kernel is faster, and codes are in another order.
-    if format.code.is_float() && format.quantises_inputs {
+    if format.has_fp8_inputs() {
         return None;
     }
     quantised_kernels::one(format.code, scales)?.of(dtype)

@@ -36,10 +36,10 @@ fn context() -> Option<Arc<ComputeContext>> {
 /// The integers of a row and their scale: the scale and the quotients are f32.
 fn on_host(x: &[f64]) -> (Vec<f64>, f64) {
     let largest = x.iter().fold(0.0_f64, |largest, x| largest.max(x.abs())) as f32;
-    if largest == 0.0 {
-        return (vec![0.0; x.len()], 0.0);
-    }
     let inverse = 127.0 / largest;
+    if !inverse.is_finite() {
+        return (vec![0.0; x.len()], f64::from(largest / 127.0));
+    }
     let codes = x.iter().map(|&x| f64::from((x as f32 * inverse).round_ties_even())).collect();
     (codes, f64::from(largest / 127.0))
 }
@@ -116,6 +116,10 @@ fn integers_of_tokens_and_rows_on_cuda_are_those_of_the_host() {
         x[..k].fill(0.0);
         x[k + 7] = if dtype == DType::BF16 { 2f64.powi(100) } else { 65_504.0 };
         x[2 * k..3 * k].fill(if dtype == DType::BF16 { 2f64.powi(-120) } else { 2f64.powi(-24) });
+        if dtype == DType::BF16 {
+            // Smaller than what f32 can invert.
+            x[5 * k..6 * k].fill(2f64.powi(-124));
+        }
         x[3 * k + 1000] = f64::NAN;
         x[4 * k] = f64::NEG_INFINITY;
         let tensor = bench.of(&[num_tokens, k], &x);

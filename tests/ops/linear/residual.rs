@@ -36,21 +36,19 @@ fn a_product_is_added_to_the_stream_once_by_the_next_norm() {
                 let weight = Matrix::dense(weight, dtype, MatrixLayout::Rows, axis);
                 let layer =
                     Layer { name: "o_proj", weight: &weight, bias: has_bias.then_some(&bias) };
-                let norm = match is_rms {
-                    true => Norm::Rms { weight: &factors, eps: EPS },
-                    false => Norm::Layer { weight: &factors, bias: Some(&shift), eps: EPS },
+                let norm = if is_rms {
+                    Norm::Rms { weight: &factors, eps: EPS }
+                } else {
+                    Norm::Layer { weight: &factors, bias: Some(&shift), eps: EPS }
                 };
-                let norm_of = |stream: &[f64]| match is_rms {
-                    true => stream
-                        .chunks_exact(width)
-                        .flat_map(|row| rounded::rms_norm(dtype, row, &factor_values, EPS))
-                        .collect(),
-                    false => reference::layer_norm(
-                        stream,
-                        &factor_values,
-                        Some(&shift_values),
-                        f64::from(EPS),
-                    ),
+                let norm_of = |stream: &[f64]| -> Vec<f64> {
+                    if !is_rms {
+                        let (factors, shift) = (&factor_values, Some(&shift_values[..]));
+                        return reference::layer_norm(stream, factors, shift, f64::from(EPS));
+                    }
+                    let rows = stream.chunks_exact(width);
+                    rows.flat_map(|row| rounded::rms_norm(dtype, row, &factor_values, EPS))
+                        .collect()
                 };
                 let pass = plan.of_rows(&context, rows).expect("a pass");
                 let mut stream = ResidualStream::new(hidden, normed, projected);
