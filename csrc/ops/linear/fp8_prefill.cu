@@ -7,17 +7,24 @@
 // and added up in f32: the sums of the tensor cores keep about 14 bits. While one group of warps
 // does that, the tensor cores work for the others.
 //
-// What costs is shared memory, which the copies, the tensor cores and these sums share. Tokens are
-// the rows of the products so that a thread has two of them, whose scales stay in registers for a
-// stage. Rows of W are the columns, of which a thread has a quarter; a warp beside looks ahead
+// What limits the stages is what a multiprocessor can receive, about 37 bytes a clock of an H200, and then
+// the power of the card: so tiles are as large as the registers allow. In those of 256 rows the two
+// halves are multiplied one after the other, as products and sums of all rows would not fit. (It
+// does not help that two blocks with the same rows each copy one half of W to both, which must receive
+// as much, nor that a group has the products of two stages under way.)
+//
+// Tokens are the rows of the products so that a thread has two of them, whose scales stay in registers
+// for a stage. Rows of W are the columns, of which a thread has a quarter; a warp beside looks ahead
 // whether every 64 rows (32 of the gate and 32 of up) share a scale, as they do with scales for
 // blocks of 128 x 128. Where they do not, the scales of all columns are read from shared memory.
 // The scale of a row as a whole is multiplied in at the end instead.
 //
-// A block computes one tile after the other and copies those ahead while it stores. (On an H200 it
-// does not help that two blocks with the same rows each copy one half of W to both.)
+// A block computes one tile after the other and copies those ahead while it stores. Where so few tiles
+// would leave most of the chip idle, the two blocks of a cluster divide the k of one tile; each
+// finishes the sums of one group.
 //
 // Tokens past the last one are not read: what the ring has in their place goes into sums that are not stored.
+#include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/tma_cluster.cuh"
@@ -53,11 +60,12 @@ struct Fp8PrefillParams {
 };
 XSERV_LAYOUT_Fp8PrefillParams;
 
-// kRows: of W in a block; kGroups: of four warps.
-template <int kRows_, int kGroups_>
+// kRows: of W in a block; kGroups: of four warps; kPartRows: of W that are multiplied at once.
+template <int kRows_, int kGroups_, int kPartRows_>
 struct Fp8Prefill {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kTokens = 64 * kGroups, kWarps = kGroups * 4;
   static constexpr int kTiles = kRows / 16, kSums = kRows / 2, kSegments = kRows / 64;
+  static constexpr int kPartRows = kPartRows_, kParts = kRows / kPartRows, kProducts = kPartRows / 2;
   static constexpr int kThreads = (kWarps + 4) * 32, kOtherRegisters = 32;
   // A block begins with as many registers for each thread; the others divide what those that copy give back.
   static constexpr int kRegisters =
@@ -90,6 +98,11 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
   const uint32_t ready = full + kStages * 8, empty = ready + kStages * 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int num_units = p.row_tiles * p.token_tiles;
+  // A block of a cluster has a part of k.
+  const int num_splits = S::kGroups == 2 ? cluster_size() : 1, split = S::kGroups == 2 ? cluster_rank() : 0;
+  const int first_stage = split * p.num_stages / num_splits;
+  const int num_stages = (split + 1) * p.num_stages / num_splits - first_stage;
+  const int first_unit = blockIdx.x / num_splits, unit_step = gridDim.x / num_splits;
   // The first tile (of 16 rows) and the first token of unit `unit` of the work.
   const auto place = [&](int unit, int& tile, int& token) {
     const int group = unit / (p.row_tiles * p.token_group), first = group * p.token_group;
@@ -127,10 +140,10 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
       if (!copies_weights) dependency_wait();
       int slot = 0, filled = 0;
       uint32_t parity = 1;  // of slots that were never filled
-      for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+      for (int unit = first_unit; unit < num_units; unit += unit_step) {
         int tile, token;
         place(unit, tile, token);
-        for (int stage = 0; stage < p.num_stages; ++stage) {
+        for (int stage = first_stage; stage < first_stage + num_stages; ++stage) {
           const uint32_t barrier = full + slot * 8, target = ring + slot * S::kStageBytes;
           mbarrier_wait(empty + slot * 8, parity);
           if (copies_weights) {
@@ -152,8 +165,8 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
       }
     } else if (warp == S::kWarps + 2) {
       uint32_t stage = ring, barrier = full, parity = 0;
-      for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-        for (int left = p.num_stages; left > 0; --left) {
+      for (int unit = first_unit; unit < num_units; unit += unit_step) {
+        for (int left = num_stages; left > 0; --left) {
           mbarrier_wait(barrier, parity);
           bool is_shared = true;
 #pragma unroll
@@ -180,6 +193,13 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
         }
       }
     }
+    if (num_splits > 1) {  // as below
+      __syncwarp();
+      cluster_arrive_relaxed();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
     // x in rows of 128 bytes, swizzled; W in eights of rows 1024 bytes apart, of 128 bytes for each
@@ -189,103 +209,156 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
     const int row = (warp & 3) * 16 + (lane >> 2), quarter = lane & 3;
     const uint32_t tokens = warp / 4 * (64 * 128);
     const uint32_t token_scales = S::kTokenScales + (warp / 4 * 64 + row) * 4;
-    float products[kSums], total[kSums];
+    float products[S::kProducts], total[kSums];
     uint32_t stage = ring, barrier = full, parity = 0;  // of the stage that is read next
     int tile = 0, token = 0;
-    for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+    for (int unit = first_unit; unit < num_units; unit += unit_step) {
       place(unit, tile, token);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) total[i] = 0.0f;
-      for (int left = p.num_stages; left > 0; --left) {
+      for (int left = num_stages; left > 0; --left) {
         mbarrier_wait(barrier, parity);
         const uint64_t a = ((stage + tokens) & 0x3ffff) >> 4 | kTokenLayout;
         const uint64_t b = ((stage + S::kCodes) & 0x3ffff) >> 4 | kCodeLayout;
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          wgmma_e4m3<S::kRows>(products, a + step * 2, b + step * 16, step > 0);
-        }
-        wgmma_commit();
-        // Meanwhile.
-        const float low = shared_float(stage + token_scales), high = shared_float(stage + token_scales + 32);
-        mbarrier_wait(barrier + kStages * 8, parity);
-        const bool is_shared = shared_word(stage + S::kFlag) != 0;
+        float low, high;
+        bool is_shared;
         float4 factors[S::kSegments];  // of even eights: of both tokens, then of odd ones
 #pragma unroll
-        for (int s = 0; s < S::kSegments; ++s) {
-          const float2 v = shared_floats(stage + S::kFactors + s * 8);
-          factors[s] = make_float4(low * v.x, high * v.x, low * v.y, high * v.y);
-        }
-        wgmma_wait<0>();
+        for (int part = 0; part < S::kParts; ++part) {
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
-        if (!is_shared) {
+          for (int step = 0; step < 4; ++step) {
+            const uint64_t rows = b + part * (S::kPartRows / 16 * S::kTileBytes >> 4);
+            wgmma_e4m3<S::kPartRows>(products, a + step * 2, rows + step * 16, step > 0);
+          }
+          wgmma_commit();
+          if (part == 0) {  // meanwhile
+            low = shared_float(stage + token_scales), high = shared_float(stage + token_scales + 32);
+            mbarrier_wait(barrier + kStages * 8, parity);
+            is_shared = shared_word(stage + S::kFlag) != 0;
 #pragma unroll
-          for (int t = 0; t < S::kTiles; ++t) {
-            const uint32_t place = stage + S::kScales + (t * 16 + quarter * 4) * (is_f32 ? 4 : 2);
-            const uint4 four = is_f32 ? shared_words(place) : make_uint4(shared_word(place), shared_word(place + 4), 0, 0);
-            const float4 f = scale_four(four, scale_type);
-            const float* v = products + t * 8;
-            float* sum = total + t * 8;
-            sum[0] = fmaf(v[0], low * f.x, sum[0]), sum[1] = fmaf(v[1], low * f.z, sum[1]);
-            sum[2] = fmaf(v[2], high * f.x, sum[2]), sum[3] = fmaf(v[3], high * f.z, sum[3]);
-            sum[4] = fmaf(v[4], low * f.y, sum[4]), sum[5] = fmaf(v[5], low * f.w, sum[5]);
-            sum[6] = fmaf(v[6], high * f.y, sum[6]), sum[7] = fmaf(v[7], high * f.w, sum[7]);
+            for (int s = 0; s < S::kSegments; ++s) {
+              const float2 v = shared_floats(stage + S::kFactors + s * 8);
+              factors[s] = make_float4(low * v.x, high * v.x, low * v.y, high * v.y);
+            }
+          }
+          wgmma_wait<0>();
+#pragma unroll
+          for (int i = 0; i < S::kProducts; ++i) asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
+          float* sums = total + part * S::kProducts;
+          if (!is_shared) {
+#pragma unroll
+            for (int t = 0; t < S::kPartRows / 16; ++t) {
+              const uint32_t scales = stage + S::kScales + part * (S::kPartRows * (is_f32 ? 4 : 2));
+              const uint32_t place = scales + (t * 16 + quarter * 4) * (is_f32 ? 4 : 2);
+              const uint4 four =
+                  is_f32 ? shared_words(place) : make_uint4(shared_word(place), shared_word(place + 4), 0, 0);
+              const float4 f = scale_four(four, scale_type);
+              const float* v = products + t * 8;
+              float* sum = sums + t * 8;
+              sum[0] = fmaf(v[0], low * f.x, sum[0]), sum[1] = fmaf(v[1], low * f.z, sum[1]);
+              sum[2] = fmaf(v[2], high * f.x, sum[2]), sum[3] = fmaf(v[3], high * f.z, sum[3]);
+              sum[4] = fmaf(v[4], low * f.y, sum[4]), sum[5] = fmaf(v[5], low * f.w, sum[5]);
+              sum[6] = fmaf(v[6], high * f.y, sum[6]), sum[7] = fmaf(v[7], high * f.w, sum[7]);
+            }
+          }
+          if (part == S::kParts - 1) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(barrier + 2 * kStages * 8);
+          }
+          if (is_shared) {
+#pragma unroll
+            for (int i = 0; i < S::kProducts; i += 8) {
+              const float4 f = factors[part * (S::kPartRows / 64) + i / 32];
+              const float* v = products + i;
+              float* sum = sums + i;
+              sum[0] = fmaf(v[0], f.x, sum[0]), sum[1] = fmaf(v[1], f.x, sum[1]);
+              sum[2] = fmaf(v[2], f.y, sum[2]), sum[3] = fmaf(v[3], f.y, sum[3]);
+              sum[4] = fmaf(v[4], f.z, sum[4]), sum[5] = fmaf(v[5], f.z, sum[5]);
+              sum[6] = fmaf(v[6], f.w, sum[6]), sum[7] = fmaf(v[7], f.w, sum[7]);
+            }
           }
         }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(barrier + 2 * kStages * 8);
         stage += S::kStageBytes, barrier += 8;
         if (barrier == ready) stage = ring, barrier = full, parity ^= 1;
-        if (is_shared) {
+      }
+      if constexpr (S::kGroups == 2) {
+        if (num_splits > 1) {
+          // Block i finishes the sums of group i: the other block sends its own to where the ring was, once
+          // both have read theirs.
+          const int group = warp / 4;
+          float4* received = reinterpret_cast<float4*>(shared) + (threadIdx.x & 127);
+          cluster_arrive_relaxed();
+          cluster_wait();
+          if (group != split) {
+            float4* there = cluster_pointer(received, group);
 #pragma unroll
-          for (int i = 0; i < kSums; i += 8) {
-            const float4 f = factors[i / 32];
-            const float* v = products + i;
-            float* sum = total + i;
-            sum[0] = fmaf(v[0], f.x, sum[0]), sum[1] = fmaf(v[1], f.x, sum[1]);
-            sum[2] = fmaf(v[2], f.y, sum[2]), sum[3] = fmaf(v[3], f.y, sum[3]);
-            sum[4] = fmaf(v[4], f.z, sum[4]), sum[5] = fmaf(v[5], f.z, sum[5]);
-            sum[6] = fmaf(v[6], f.w, sum[6]), sum[7] = fmaf(v[7], f.w, sum[7]);
+            for (int i = 0; i < kSums / 4; ++i) {
+              there[i * 128] = make_float4(total[i * 4], total[i * 4 + 1], total[i * 4 + 2], total[i * 4 + 3]);
+            }
+          }
+          cluster_arrive();
+          cluster_wait();
+          if (group != split) break;  // the cluster has one unit
+#pragma unroll
+          for (int i = 0; i < kSums / 4; ++i) {
+            const float4 v = received[i * 128];
+            total[i * 4] += v.x, total[i * 4 + 1] += v.y, total[i * 4 + 2] += v.z, total[i * 4 + 3] += v.w;
           }
         }
       }
-      dependency_wait();
-      const auto store = [&](auto epilogue) {
-        constexpr Epilogue kEpilogue = decltype(epilogue)::value;
-        const int first = token + warp / 4 * 64 + row;
-        const TokenRow<T, kEpilogue> rows[2] = {{p, first}, {p, first + 8}};
-        uint2 old[S::kTiles][2];
+      // Of a part, all that is read is read at once: between the stores each would be waited for.
+      constexpr int kPartTiles = S::kPartRows / 16;
+      if (has_one_group) {
 #pragma unroll
-        for (int t = 0; t < S::kTiles; ++t) old[t][0] = rows[0].load(p, tile + t), old[t][1] = rows[1].load(p, tile + t);
-        // All are read at once: between the stores each would be waited for.
-        if (has_one_group) {
-          uint4 fours[S::kTiles];
-          const auto place = [&](int t) { return static_cast<int64_t>(min(tile + t, p.num_tiles - 1)) * 4 + quarter; };
+        for (int part = 0; part < S::kParts; ++part) {
+          uint4 fours[kPartTiles];
+          const auto place = [&](int t) {
+            return static_cast<int64_t>(min(tile + part * kPartTiles + t, p.num_tiles - 1)) * 4 + quarter;
+          };
           if (is_f32) {
 #pragma unroll
-            for (int t = 0; t < S::kTiles; ++t) fours[t] = static_cast<const uint4*>(p.row_scales)[place(t)];
+            for (int t = 0; t < kPartTiles; ++t) fours[t] = static_cast<const uint4*>(p.row_scales)[place(t)];
           } else {
 #pragma unroll
-            for (int t = 0; t < S::kTiles; ++t) {
+            for (int t = 0; t < kPartTiles; ++t) {
               const uint2 two = static_cast<const uint2*>(p.row_scales)[place(t)];
               fours[t] = make_uint4(two.x, two.y, 0, 0);
             }
           }
 #pragma unroll
-          for (int t = 0; t < S::kTiles; ++t) {
-            float* v = total + t * 8;
+          for (int t = 0; t < kPartTiles; ++t) {
+            float* v = total + (part * kPartTiles + t) * 8;
             const float4 f = scale_four(fours[t], scale_type);
             v[0] *= f.x, v[1] *= f.z, v[2] *= f.x, v[3] *= f.z, v[4] *= f.y, v[5] *= f.w, v[6] *= f.y, v[7] *= f.w;
           }
         }
+      }
+      dependency_wait();
+      const auto store = [&](auto epilogue) {
+        using Row = TokenRow<T, decltype(epilogue)::value>;
+        const int first = token + warp / 4 * 64 + row;
+        const Row rows[2] = {{p, first}, {p, first + 8}};
 #pragma unroll
-        for (int t = 0; t < S::kTiles; ++t) {
-          const float* v = total + t * 8;
+        for (int part = 0; part < S::kTiles; part += kPartTiles) {
+          uint4 old[kPartTiles / Row::kTiles][2];
 #pragma unroll
-          for (int second = 0; second < 2; ++second) {
-            const float4 sum = make_float4(v[second * 2], v[second * 2 + 1], v[4 + second * 2], v[5 + second * 2]);
-            rows[second].store(p, tile + t, sum, old[t][second]);
+          for (int t = 0; t < kPartTiles; t += Row::kTiles) {
+#pragma unroll
+            for (int second = 0; second < 2; ++second) old[t / Row::kTiles][second] = rows[second].load(p, tile + part + t);
+          }
+#pragma unroll
+          for (int t = 0; t < kPartTiles; t += Row::kTiles) {
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+              float4 sums[Row::kTiles];
+#pragma unroll
+              for (int i = 0; i < Row::kTiles; ++i) {
+                const float* v = total + (part + t + i) * 8 + second * 2;
+                sums[i] = make_float4(v[0], v[1], v[4], v[5]);
+              }
+              rows[second].store(p, tile + part + t, sums, old[t / Row::kTiles][second]);
+            }
           }
         }
       };
@@ -301,16 +374,17 @@ __device__ __forceinline__ void fp8_prefill(const Fp8PrefillParams& p) {
 }  // namespace xserv
 
 // xserv_linear_fp8_prefill_<rows>x<groups of four warps>_<dtype>
-#define XSERV_FP8_PREFILL(ROWS, GROUPS, SUFFIX, T)                                                \
-  extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)                             \
-      xserv_linear_fp8_prefill_##ROWS##x##GROUPS##_##SUFFIX(                                      \
-          const __grid_constant__ xserv::Fp8PrefillParams params) {                               \
-    xserv::fp8_prefill<T, xserv::Fp8Prefill<ROWS, GROUPS>>(params);                               \
+#define XSERV_FP8_PREFILL(ROWS, GROUPS, PART, SUFFIX, T)                        \
+  extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)           \
+      xserv_linear_fp8_prefill_##ROWS##x##GROUPS##_##SUFFIX(                    \
+          const __grid_constant__ xserv::Fp8PrefillParams params) {             \
+    xserv::fp8_prefill<T, xserv::Fp8Prefill<ROWS, GROUPS, PART>>(params);       \
   }
-#define XSERV_FP8_PREFILL_ALL(SUFFIX, T) \
-  XSERV_FP8_PREFILL(128, 2, SUFFIX, T)   \
-  XSERV_FP8_PREFILL(128, 3, SUFFIX, T)   \
-  XSERV_FP8_PREFILL(192, 2, SUFFIX, T)
+#define XSERV_FP8_PREFILL_ALL(SUFFIX, T)    \
+  XSERV_FP8_PREFILL(128, 2, 128, SUFFIX, T) \
+  XSERV_FP8_PREFILL(128, 3, 128, SUFFIX, T) \
+  XSERV_FP8_PREFILL(192, 2, 192, SUFFIX, T) \
+  XSERV_FP8_PREFILL(256, 2, 128, SUFFIX, T)
 XSERV_FP8_PREFILL_ALL(f16, __half)
 XSERV_FP8_PREFILL_ALL(bf16, __nv_bfloat16)
 #endif

@@ -11,7 +11,7 @@
 
 #include "common/dtype.cuh"
 #include "common/mma.cuh"
-#include "common/silu.cuh"
+#include "common/pairs.cuh"
 
 namespace xserv {
 
@@ -65,10 +65,9 @@ struct ColumnPairs {
     return pack_pair<T>(to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
   }
 
-  template <bool kIsExact>
-  __device__ __forceinline__ static float gated(float gate, float up) {
+  __device__ __forceinline__ static float exactly_gated(float gate, float up) {
     const float g = rounded<T>(gate);
-    return rounded<T>(kIsExact ? g / (1.0f + expf(-g)) : silu(g)) * rounded<T>(up);
+    return rounded<T>(g / (1.0f + expf(-g))) * rounded<T>(up);
   }
 };
 
@@ -113,8 +112,12 @@ struct Fragment : ColumnPairs<T> {
   // sum: rows lane / 4 (x, y) and lane / 4 + 8 (z, w), for tokens lane % 4 * 2 and the next.
   __device__ __forceinline__ void store(float4 sum, uint2 old) const {
     if constexpr (kEpilogue == Epilogue::kSwiglu) {
-      const auto gated = [](float gate, float up) { return ColumnPairs<T>::template gated<kIsExact>(gate, up); };
-      store_pair(0, transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w))));
+      if constexpr (kIsExact) {
+        const auto gated = ColumnPairs<T>::exactly_gated;
+        store_pair(0, transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w))));
+      } else {
+        store_pair(0, transposed(gated<T>(sum.x, sum.y, sum.z, sum.w)));
+      }
     } else {
       if (kEpilogue == Epilogue::kPlain && bias != nullptr) {
         const float first = num_biases > 0 ? to_float(bias[0]) : 0.0f;
@@ -132,57 +135,101 @@ struct Fragment : ColumnPairs<T> {
   }
 };
 
-// A token's results where the tokens are the rows of D: of each tile, a lane has the rows lane % 4
-// * 2 of W and the next, and those 8 further. The activation is approximate.
+// Transposes the 4x4 matrix whose row lane % 4 has the words of this lane.
+__device__ __forceinline__ void transpose_four(uint32_t (&words)[4]) {
+  const bool is_high = threadIdx.x & 2, is_odd = threadIdx.x & 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(0xffffffff, is_high ? words[i] : words[i + 2], 2);
+    words[i] = is_high ? got : words[i];
+    words[i + 2] = is_high ? words[i + 2] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffff, is_odd ? words[i] : words[i + 1], 1);
+    words[i] = is_odd ? got : words[i];
+    words[i + 1] = is_odd ? words[i + 1] : got;
+  }
+}
+
+// A token's results where the tokens are the rows of D: of each tile, a lane has the rows lane % 4 * 2 of W
+// and the next, and those 8 further. The four lanes of a token exchange the results of some tiles, so that
+// each has eight neighbouring columns: a store of 16 bytes takes as long as one of 4. The activation is
+// approximate.
 template <typename T, Epilogue kEpilogue>
 struct TokenRow {
+  static constexpr int kTiles = kEpilogue == Epilogue::kSwiglu ? 4 : 2;  // whose results are exchanged at once
   T* row;
-  bool exists;
+  int num_columns;  // 0: the token does not exist
+  bool are_eights;  // whether columns exist eight at a time, and begin at multiples of 16 bytes
 
   template <typename Params>
   __device__ __forceinline__ TokenRow(const Params& p, int token)
-      : row(static_cast<T*>(p.out) + token * p.ldo), exists(token < p.num_tokens) {}
+      : row(static_cast<T*>(p.out) + token * p.ldo),
+        num_columns(token < p.num_tokens ? p.n : 0),
+        are_eights(((p.n | p.ldo | reinterpret_cast<uintptr_t>(p.out) / sizeof(T)) & 7) == 0) {}
 
-  template <typename Params>
-  __device__ __forceinline__ ColumnPairs<T> pairs_of(const Params& p, int column) const {
-    return {row + column, exists ? p.n - column : 0, ((p.n | p.ldo) & 1) == 0};
-  }
+  // The lane's columns of the results of kTiles tiles.
   template <typename Params>
   __device__ __forceinline__ static int column_of(int tile) {
-    return tile * (kEpilogue == Epilogue::kSwiglu ? Params::tile_rows / 2 : Params::tile_rows) + (threadIdx.x & 3) * 2;
+    return tile * (kEpilogue == Epilogue::kSwiglu ? Params::tile_rows / 2 : Params::tile_rows) + (threadIdx.x & 3) * 8;
   }
 
-  // What the sums of a tile are added to.
+  // What the sums of kTiles tiles from `tile` on are added to.
   template <typename Params>
-  __device__ __forceinline__ uint2 load(const Params& p, int tile) const {
-    uint2 old = make_uint2(0, 0);
+  __device__ __forceinline__ uint4 load(const Params&, int tile) const {
+    uint4 old = make_uint4(0, 0, 0, 0);
     if constexpr (kEpilogue == Epilogue::kResidual) {
-      const ColumnPairs<T> pairs = pairs_of(p, column_of<Params>(tile));
-      old = make_uint2(pairs.load_pair(0), pairs.load_pair(8));
+      const int column = column_of<Params>(tile);
+      if (are_eights) {
+        if (column < num_columns) old = *reinterpret_cast<const uint4*>(row + column);
+      } else {
+        uint16_t values[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          values[i] = column + i < num_columns ? reinterpret_cast<const uint16_t*>(row)[column + i] : uint16_t{0};
+        }
+        old = reinterpret_cast<const uint4&>(values);
+      }
     }
     return old;
   }
 
-  // sum: of the rows in this order.
+  // sums: of kTiles tiles from `tile` on, of the lane's rows in their order. For all lanes of the warp.
   template <typename Params>
-  __device__ __forceinline__ void store(const Params& p, int tile, float4 sum, uint2 old) const {
+  __device__ __forceinline__ void store(const Params& p, int tile, const float4 (&sums)[kTiles], uint4 old) const {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float4 sum = sums[i];
+      if constexpr (kEpilogue == Epilogue::kSwiglu) {
+        words[i] = gated<T>(sum.x, sum.y, sum.z, sum.w);
+      } else {
+        if (kEpilogue == Epilogue::kPlain && p.bias != nullptr) {
+          const int first = (tile + i) * Params::tile_rows + (threadIdx.x & 3) * 2;
+          const auto bias = [&](int i) { return first + i < p.n ? to_float(static_cast<const T*>(p.bias)[first + i]) : 0.0f; };
+          sum = make_float4(sum.x + bias(0), sum.y + bias(1), sum.z + bias(8), sum.w + bias(9));
+        }
+        words[2 * i] = pack_pair<T>(sum.x, sum.y);
+        words[2 * i + 1] = pack_pair<T>(sum.z, sum.w);
+      }
+    }
+    transpose_four(words);
+    if constexpr (kEpilogue == Epilogue::kResidual) {
+      words[0] = Pairs<T>::add(old.x, words[0]), words[1] = Pairs<T>::add(old.y, words[1]);
+      words[2] = Pairs<T>::add(old.z, words[2]), words[3] = Pairs<T>::add(old.w, words[3]);
+    }
     const int column = column_of<Params>(tile);
-    const ColumnPairs<T> pairs = pairs_of(p, column);
-    if constexpr (kEpilogue == Epilogue::kSwiglu) {
-      const auto gated = [](float gate, float up) { return ColumnPairs<T>::template gated<false>(gate, up); };
-      pairs.store_pair(0, pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
+    if (are_eights) {
+      if (column < num_columns) {
+        *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
     } else {
-      if (kEpilogue == Epilogue::kPlain && p.bias != nullptr) {
-        const auto bias = [&](int i) { return column + i < p.n ? to_float(static_cast<const T*>(p.bias)[column + i]) : 0.0f; };
-        sum = make_float4(sum.x + bias(0), sum.y + bias(1), sum.z + bias(8), sum.w + bias(9));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto value = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
+        if (column + i < num_columns) reinterpret_cast<uint16_t*>(row)[column + i] = value;
       }
-      uint32_t low = pack_pair<T>(sum.x, sum.y), high = pack_pair<T>(sum.z, sum.w);
-      if constexpr (kEpilogue == Epilogue::kResidual) {
-        low = pairs.add(old.x, low);
-        high = pairs.add(old.y, high);
-      }
-      pairs.store_pair(0, low);
-      pairs.store_pair(8, high);
     }
   }
 };

@@ -329,6 +329,7 @@ kernels! {
         LINEAR_FP8_PREFILL_128X2 "xserv_linear_fp8_prefill_128x2" f16 bf16;
         LINEAR_FP8_PREFILL_128X3 "xserv_linear_fp8_prefill_128x3" f16 bf16;
         LINEAR_FP8_PREFILL_192X2 "xserv_linear_fp8_prefill_192x2" f16 bf16;
+        LINEAR_FP8_PREFILL_256X2 "xserv_linear_fp8_prefill_256x2" f16 bf16;
     }
     "linear/gemv" {
         LINEAR_GEMV_BOUNDED_NORM_1 "xserv_linear_gemv_bounded_norm_1" f16 bf16;

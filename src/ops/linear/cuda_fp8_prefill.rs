@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::float;
 use crate::ops::linear::cuda_fp8_many::{
-    memory_cost, together, OperandMaps, GROUP_TOKENS, KERNEL_COST, TILE_COST,
+    memory_cost, together, OperandMaps, GROUP_TOKENS, KERNEL_COST,
 };
 use crate::ops::linear::cuda_parts::MULTIPROCESSORS;
 use crate::ops::linear::cuda_quantised_blocks::{
@@ -50,48 +50,33 @@ kernel_struct! {
 /// The tokens of a group of four warps.
 const GROUP_ROWS: usize = 64;
 
-/// The tiles of a block, as instantiated at the end of the source.
+/// The tile of a block, as instantiated at the end of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fp8PrefillDivision {
+struct Shape {
     /// The rows of the weight.
     rows: usize,
     /// The groups of four warps, each with 64 tokens.
     groups: usize,
-    /// How long a stage takes, in units of 10 ns; measured on an H200.
+    /// How long a stage takes, and what a tile takes beside its stages, in units of 10 ns: fitted to the
+    /// shapes of Qwen3-8B and 192 to 4,096 tokens on an H200.
     stage_cost: usize,
+    tile_cost: usize,
 }
 
-const DIVISIONS: [Fp8PrefillDivision; 3] = {
-    const fn division(rows: usize, groups: usize, stage_cost: usize) -> Fp8PrefillDivision {
-        Fp8PrefillDivision { rows, groups, stage_cost }
+const SHAPES: [Shape; 4] = {
+    const fn shape(rows: usize, groups: usize, stage_cost: usize, tile_cost: usize) -> Shape {
+        Shape { rows, groups, stage_cost, tile_cost }
     }
-    [division(128, 2, 52), division(128, 3, 67), division(192, 2, 70)]
+    [shape(128, 2, 53, 190), shape(128, 3, 65, 230), shape(192, 2, 71, 280), shape(256, 2, 94, 420)]
 };
 
-impl Fp8PrefillDivision {
-    /// Returns the division of a product by its sizes that takes the least time. No measurement is
-    /// made, so it is the same on every load.
-    pub(super) fn choose(num_tokens: usize, layout: &TileLayout) -> Option<Self> {
-        DIVISIONS.into_iter().min_by_key(|division| division.cost(num_tokens, layout))
-    }
-
+impl Shape {
     fn tokens(self) -> usize {
         self.groups * GROUP_ROWS
     }
 
     fn tiles(self) -> usize {
         self.rows / TILE_ROWS
-    }
-
-    fn units(self, num_tokens: usize, layout: &TileLayout) -> usize {
-        layout.num_tiles().div_ceil(self.tiles()).saturating_mul(num_tokens.div_ceil(self.tokens()))
-    }
-
-    /// About how long the product takes, in units of 10 ns.
-    pub(super) fn cost(self, num_tokens: usize, layout: &TileLayout) -> usize {
-        let waves = self.units(num_tokens, layout).div_ceil(MULTIPROCESSORS);
-        let work = waves.saturating_mul(TILE_COST + num_stages(layout) * self.stage_cost);
-        KERNEL_COST + together(work, memory_cost(layout))
     }
 
     /// The bytes of shared memory, as the struct `Fp8Prefill` counts them.
@@ -108,9 +93,54 @@ impl Fp8PrefillDivision {
             (128, 2) => kernels::LINEAR_FP8_PREFILL_128X2,
             (128, 3) => kernels::LINEAR_FP8_PREFILL_128X3,
             (192, 2) => kernels::LINEAR_FP8_PREFILL_192X2,
+            (256, 2) => kernels::LINEAR_FP8_PREFILL_256X2,
             _ => return None,
         };
         kernel.of(dtype)
+    }
+}
+
+/// What it takes beside that to add up the sums of a cluster.
+const SPLIT_COST: usize = 250;
+
+/// How a product is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fp8PrefillDivision {
+    shape: Shape,
+    /// The blocks of a cluster, which divide the inputs of one tile: 1 or 2.
+    splits: usize,
+}
+
+impl Fp8PrefillDivision {
+    /// Returns the division of a product by its sizes that takes the least time. No measurement is
+    /// made, so it is the same on every load.
+    pub(super) fn choose(num_tokens: usize, layout: &TileLayout) -> Option<Self> {
+        // A cluster has one tile, and a block of it finishes the sums of one of two groups.
+        let can_split = |shape: Shape, units: usize| {
+            shape.groups == 2 && 2 * units <= MULTIPROCESSORS && num_stages(layout) > 1
+        };
+        let all = SHAPES
+            .into_iter()
+            .flat_map(|shape| [1, 2].map(|splits| Fp8PrefillDivision { shape, splits }));
+        all.filter(|division| {
+            division.splits == 1 || can_split(division.shape, division.units(num_tokens, layout))
+        })
+        .min_by_key(|division| division.cost(num_tokens, layout))
+    }
+
+    fn units(self, num_tokens: usize, layout: &TileLayout) -> usize {
+        let (tiles, tokens) = (self.shape.tiles(), self.shape.tokens());
+        layout.num_tiles().div_ceil(tiles).saturating_mul(num_tokens.div_ceil(tokens))
+    }
+
+    /// About how long the product takes, in units of 10 ns.
+    pub(super) fn cost(self, num_tokens: usize, layout: &TileLayout) -> usize {
+        let Shape { stage_cost, tile_cost, .. } = self.shape;
+        let waves = self.units(num_tokens, layout).div_ceil(MULTIPROCESSORS);
+        let stages = num_stages(layout).div_ceil(self.splits);
+        let sum = if self.splits > 1 { SPLIT_COST } else { 0 };
+        let work = waves.saturating_mul(tile_cost + sum + stages * stage_cost);
+        KERNEL_COST + together(work, memory_cost(layout))
     }
 
     /// Launches the product; the operator ([`cuda_fp8`](super::cuda_fp8)) has checked the operands.
@@ -126,17 +156,18 @@ impl Fp8PrefillDivision {
         let dtype = float("out", out)?;
         let layout = weight.layout();
         let [num_tokens, n] = [0, 1].map(|i| out.shape().get(i).copied().unwrap_or(0));
-        let (tokens, tiles) = (self.tokens(), self.tiles());
+        let (shape, splits) = (self.shape, self.splits);
+        let (tokens, tiles) = (shape.tokens(), shape.tiles());
         let units = self.units(num_tokens as usize, layout);
-        let (Some(kernel), Ok(_)) = (self.kernel(dtype), i32::try_from(units)) else {
+        let (Some(kernel), Ok(_)) = (shape.kernel(dtype), i32::try_from(units)) else {
             return Err(Error::internal(format!(
                 "no FP8 product of {num_tokens} tokens with {layout:?} in {dtype}"
             )));
         };
         let launch = Launch {
-            grid: (units.min(MULTIPROCESSORS) as u32, 1, 1),
-            block: (self.groups as u32 + 1) * 128,
-            shared_bytes: self.shared_bytes() as u32,
+            grid: ((units * splits).min(MULTIPROCESSORS) as u32, 1, 1),
+            block: (shape.groups as u32 + 1) * 128,
+            shared_bytes: shape.shared_bytes() as u32,
         };
         let maps = OperandMaps::new(cuda, x, weight, (GROUP_ROWS, tokens), tiles)?;
         let params = Fp8PrefillParams {
@@ -164,7 +195,7 @@ impl Fp8PrefillDivision {
         let arguments = Arguments::new().value(&params);
         // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
         // maps, the scales of rows are those of the tiles, and the stores are bounded by num_tokens and n.
-        unsafe { cuda.launch_overlapping(kernel, launch, arguments) }
+        unsafe { cuda.launch_clusters(kernel, launch, splits as u32, arguments) }
     }
 }
 
@@ -184,23 +215,28 @@ mod tests {
             quantises_inputs: true,
         };
         for (num_tokens, rows, k, chosen) in [
-            (256, 6144, 4096, (128, 2)),
-            (256, 24_576, 4096, (192, 2)),
-            (512, 6144, 4096, (192, 2)),
-            (512, 4096, 4096, (128, 2)),
-            (512, 24_576, 4096, (192, 2)),
-            (512, 4096, 12_288, (128, 2)),
-            (2048, 6144, 4096, (128, 3)),
-            (2048, 4096, 4096, (128, 3)),
-            (2048, 24_576, 4096, (128, 3)),
-            (2048, 4096, 12_288, (128, 3)),
+            (256, 6144, 4096, (192, 2, 2)),
+            (256, 4096, 12_288, (128, 2, 2)),
+            (256, 24_576, 4096, (192, 2, 1)),
+            (384, 4096, 12_288, (192, 2, 2)),
+            (512, 6144, 4096, (192, 2, 1)),
+            (512, 4096, 4096, (128, 2, 1)),
+            (512, 24_576, 4096, (192, 2, 1)),
+            (512, 4096, 12_288, (256, 2, 2)),
+            (768, 4096, 12_288, (128, 3, 1)),
+            (1024, 4096, 12_288, (256, 2, 1)),
+            (2048, 6144, 4096, (128, 3, 1)),
+            (2048, 4096, 4096, (256, 2, 1)),
+            (2048, 24_576, 4096, (128, 3, 1)),
+            (2048, 4096, 12_288, (256, 2, 1)),
         ] {
             let layout = TileLayout::new(rows, k, format, false).unwrap();
-            let division = Fp8PrefillDivision::choose(num_tokens, &layout).unwrap();
-            assert_eq!((division.rows, division.groups), chosen, "{num_tokens} {rows} {k}");
-            assert!(division.shared_bytes() <= 227 << 10);
+            let Fp8PrefillDivision { shape, splits } =
+                Fp8PrefillDivision::choose(num_tokens, &layout).unwrap();
+            assert_eq!((shape.rows, shape.groups, splits), chosen, "{num_tokens} {rows} {k}");
+            assert!(shape.shared_bytes() <= 227 << 10);
             for dtype in [DType::F16, DType::BF16] {
-                assert!(division.kernel(dtype).is_some());
+                assert!(shape.kernel(dtype).is_some());
             }
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::quantised::{check_product, Case, Product};
 use crate::quantised::{in_e4m3, random_matrix, upload_tiles};
-use crate::support::device::{cuda_context, Bench, HALVES};
+use crate::support::device::{cuda_context, last_place, Bench, HALVES};
 use crate::support::rounded;
 use xserv::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use xserv::error::Result;
@@ -147,6 +147,64 @@ fn products_of_fp8_in_blocks_on_cuda() {
         {
             let case = Case { dtype, format, epilogue, has_bias, size: (401, 776) };
             check(&context, case, &[128, 321]);
+        }
+    }
+}
+
+/// The kernels for prompts have the results of those for few tokens, which are compared with f64 above: with
+/// tiles of every shape, whole and not, and where the blocks of a cluster divide the inputs.
+#[test]
+fn prompts_in_fp8_on_cuda_have_the_results_of_few_tokens() {
+    let Some(context) = context() else { return };
+    let dtype = DType::BF16;
+    for (epilogue, (n, k), num_tokens) in [
+        (Epilogue::AddResidual, (4096, 12_288), 512),
+        (Epilogue::AddResidual, (4096, 12_288), 300),
+        (Epilogue::AddResidual, (4096, 4096), 250),
+        (Epilogue::AddResidual, (4096, 4096), 1024),
+        (Epilogue::SwiGlu, (12_288, 4096), 500),
+        (Epilogue::Store, (6144, 4096), 2050),
+        (Epilogue::Store, (4090, 776), 1000),
+        (Epilogue::SwiGlu, (2045, 1032), 1000),
+    ] {
+        for (group_size, scale, scale_rows) in
+            [(128, DType::F32, 128), (128, DType::BF16, 24), (ROW, DType::F32, 1)]
+        {
+            let what = format!("{epilogue:?} {n} x {k}, groups {group_size}, {num_tokens} tokens");
+            let mut bench = Bench::with_room(&context, dtype, (n + k) as u64, 512 << 20);
+            let is_gated = epilogue == Epilogue::SwiGlu;
+            let rows = if is_gated { 2 * n } else { n };
+            let (format, size) = (format(group_size, scale), 1.5 / (k as f64).sqrt());
+            let mut matrix = random_matrix(&mut bench.random, rows, k, format, size);
+            let num_groups = matrix.num_groups();
+            for row in 0..rows {
+                let first = row / scale_rows * scale_rows * num_groups;
+                matrix.scales.copy_within(first..first + num_groups, row * num_groups);
+            }
+            let layout = TileLayout::new(rows, k, format, is_gated).expect("a layout");
+            let memory = upload_tiles(&mut bench, &layout, &matrix);
+            let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
+            let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);
+            let (bias, _) = bench.filled(&[n], 2.0, 0.0);
+            let bias = (epilogue == Epilogue::Store).then_some(&*bias);
+            let before: Vec<f64> =
+                (0..num_tokens * n).map(|i| (i % 17) as f64 / 8.0 - 1.0).collect();
+            let [all, few] = [(); 2].map(|()| bench.of(&[num_tokens, n], &before));
+            multiply(&context, &x, &weight, bias, epilogue, false, &all).expect("a prompt");
+            for first in (0..num_tokens).step_by(64) {
+                let count = 64.min(num_tokens - first);
+                let part = |tensor: &DeviceTensor, width: usize| {
+                    tensor.view(first * width, &[count, width], None).expect("a view")
+                };
+                let (x, out) = (part(&x, k), part(&few, n));
+                multiply(&context, &x, &weight, bias, epilogue, false, &out).expect("a few");
+            }
+            context.synchronize().expect("no fault");
+            let (all, few) = (bench.read(&all), bench.read(&few));
+            for (i, (all, few)) in all.iter().zip(&few).enumerate() {
+                let is_fine = (all - few).abs() <= 0.01 + 2.0 * last_place(dtype) * few.abs();
+                assert!(is_fine, "{what}, token {}, column {}: {all}, not {few}", i / n, i % n);
+            }
         }
     }
 }
