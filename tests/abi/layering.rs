@@ -169,14 +169,13 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 22] = [
+const ARROWS: [(&str, &str); 21] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
     ("attention", "softmax"),
     ("embedding", "quantised"),
     ("linear", "attention"),
-    ("linear", "copy"),
     ("linear", "elementwise"),
     ("linear", "gemm"),
     ("linear", "kv_cache"),

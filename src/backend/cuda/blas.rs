@@ -33,6 +33,8 @@ pub(crate) struct MatmulShape {
     pub batch_stride_a: i64,
     pub batch_stride_b: i64,
     pub batch_stride_c: i64,
+    /// Whether a vector of n elements is added to every row of C before it is rounded.
+    pub has_bias: bool,
     /// The smallest power of two, at most 16, of which all three addresses are multiples.
     pub alignment: u32,
 }
@@ -143,11 +145,11 @@ impl Blas {
         Ok(Blas { device, allocator, stream, handle, workspace_bytes, plans: Mutex::default() })
     }
 
-    /// Queues a product.
+    /// Queues a product. `bias` is what the shape says that it has, contiguous, or null.
     ///
     /// # Safety
-    /// The matrices are valid device memory of the shape's extents until the work is done; C
-    /// overlaps neither A nor B.
+    /// The matrices and the bias are valid device memory of the shape's extents until the work is done; C
+    /// overlaps none of the others.
     #[allow(clippy::too_many_arguments)]
     pub(crate) unsafe fn matmul(
         &self,
@@ -157,7 +159,11 @@ impl Blas {
         b: *const u8,
         beta: f32,
         c: *mut u8,
+        bias: *const u8,
     ) -> Result<()> {
+        if shape.has_bias == bias.is_null() {
+            return Err(Error::internal("a bias that the shape of a product does not name"));
+        }
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if plans.len() >= MAX_PLANS {
             plans.clear();
@@ -173,6 +179,14 @@ impl Blas {
             plans.insert(*shape, plan);
         }
         let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
+        if shape.has_bias {
+            let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            let pointer: *const c_void = (&raw const bias).cast();
+            // SAFETY: a live description, which nobody else uses while the lock is held; the attribute is a
+            // pointer.
+            unsafe { result::set_matmul_desc_attribute(plan.description, attribute, pointer, 8) }
+                .map_err(failed("a bias"))?;
+        }
         // Row-major C = A B is column-major C^T = B^T A^T, so the operands are swapped.
         // SAFETY: the caller vouches for the matrices; the plan's parts are alive while the lock is
         // held; the workspace is of an allocator whose memory our stream's order protects.
@@ -233,6 +247,16 @@ impl Plan {
             // SAFETY: a live description; the attribute is an i32.
             unsafe { result::set_matmul_desc_attribute(plan.description, attribute, value, 4) }
                 .map_err(failed("a transpose"))?;
+        }
+        if shape.has_bias {
+            // It has an element for each row of the column-major result, which is a column of C.
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+            let value: *const c_void = (&raw const epilogue).cast();
+            let size = size_of_val(&epilogue);
+            let attribute = CUBLASLT_MATMUL_DESC_EPILOGUE;
+            // SAFETY: as above; the attribute is this enumeration.
+            unsafe { result::set_matmul_desc_attribute(plan.description, attribute, value, size) }
+                .map_err(failed("an epilogue"))?;
         }
         // The stored matrix [rows, columns] row-major is [columns, rows] column-major.
         let layout = |rows: u64, columns: u64, leading: i64, stride: i64| {

@@ -42,19 +42,19 @@ pub fn gemm_backward(
     if let Some(da) = da {
         if transpose_kernels && !b.is_empty() {
             let (b, _place) = transposed(context, b)?;
-            gemm_unchecked(context, &plain, dc, &b, da)?;
+            gemm_unchecked(context, &plain, dc, &b, None, da)?;
         } else {
             let options = GemmOptions { transpose_b: true, ..plain };
-            gemm_unchecked(context, &options, dc, b, da)?;
+            gemm_unchecked(context, &options, dc, b, None, da)?;
         }
     }
     if let Some(db) = db {
         if transpose_kernels && !a.is_empty() {
             let (a, _place) = transposed(context, a)?;
-            gemm_unchecked(context, &plain, &a, dc, db)?;
+            gemm_unchecked(context, &plain, &a, dc, None, db)?;
         } else {
             let options = GemmOptions { transpose_a: true, ..plain };
-            gemm_unchecked(context, &options, a, dc, db)?;
+            gemm_unchecked(context, &options, a, dc, None, db)?;
         }
     }
     Ok(())

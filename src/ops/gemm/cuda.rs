@@ -448,7 +448,7 @@ fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {
 }
 
 fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {
-    let Product { dtype, m, n, k, batch, a, b, c, alpha, beta } = *product;
+    let Product { dtype, m, n, k, batch, a, b, c, alpha, beta, bias } = *product;
     let size = dtype.size_bytes() as i64;
     // These are the addresses and the steps to other addresses, all combined.
     let all = [a, b, c].iter().fold(16, |all, x| {
@@ -469,8 +469,9 @@ fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {
         batch_stride_a: a.batch_stride,
         batch_stride_b: b.batch_stride,
         batch_stride_c: c.batch_stride,
+        has_bias: !bias.is_null(),
         alignment: 1 << all.trailing_zeros(),
     };
-    // SAFETY: the matrices were checked; C overlaps neither.
-    unsafe { cuda.blas()?.matmul(&shape, alpha, a.data, b.data, beta, c.data) }
+    // SAFETY: the matrices and the bias were checked; C overlaps none of them.
+    unsafe { cuda.blas()?.matmul(&shape, alpha, a.data, b.data, beta, c.data, bias) }
 }

@@ -30,6 +30,8 @@ pub(super) struct Product {
     pub c: Operand,
     pub alpha: f32,
     pub beta: f32,
+    /// What cuBLAS adds to every row of C, [n] and contiguous; null: nothing.
+    pub bias: *const u8,
 }
 
 /// Returns the last two sizes, exchanged for a transpose.

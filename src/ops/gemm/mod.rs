@@ -33,11 +33,12 @@ use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::check::{self, InPlace, Named};
+use crate::ops::common::copy::copy_unchecked;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::storage::Storage;
 use crate::ops::gemm::choice::{choose, choose_ordered, Choice, Facts};
 use crate::ops::gemm::cpu::GemmScratch;
-use crate::ops::gemm::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
+use crate::ops::gemm::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged, View};
 
 /// Computes the product; see the head of the file. C overlaps neither A nor B.
 pub fn gemm(
@@ -47,14 +48,63 @@ pub fn gemm(
     b: &Tensor,
     c: &Tensor,
 ) -> Result<()> {
+    multiply(context, options, a, b, None, c)
+}
+
+/// Computes the product of matrices, and adds `bias` [n], which is of their type, to every row of it before
+/// it is rounded. beta is 0.
+pub fn gemm_with_bias(
+    context: &ComputeContext,
+    options: &GemmOptions,
+    a: &Tensor,
+    b: &Tensor,
+    bias: &Tensor,
+    c: &Tensor,
+) -> Result<()> {
+    let (_, n) = matrix_sizes(c, false);
+    if **bias.shape() != [n] || batch_size(c).is_some() || options.beta != 0.0 {
+        return Err(Error::internal(format!(
+            "a bias of shape {} for a product of shape {} and beta {}",
+            bias.shape(),
+            c.shape(),
+            options.beta
+        )));
+    }
+    multiply(context, options, a, b, Some(bias), c)
+}
+
+/// Checks the tensors and computes the product.
+fn multiply(
+    context: &ComputeContext,
+    options: &GemmOptions,
+    a: &Tensor,
+    b: &Tensor,
+    bias: Option<&Tensor>,
+    c: &Tensor,
+) -> Result<()> {
     let (a_named, b_named, c_named) = (("a", a), ("b", b), ("c", c));
+    let bias_named = ("bias", bias.unwrap_or(a));
     let dtype = check::float(a_named)?;
-    check::same_type(&[a_named, b_named, c_named])?;
+    check::same_type(&[a_named, b_named, c_named, bias_named])?;
     check_shapes(options, a_named, b_named, c_named)?;
     check_backend(context, options.backend, dtype)?;
-    check::reachable(context, &[a_named, b_named, c_named])?;
-    check::result(c_named, &[a_named, b_named], InPlace::Refused)?;
-    gemm_unchecked(context, options, a, b, c)
+    check::reachable(context, &[a_named, b_named, c_named, bias_named])?;
+    check::result(c_named, &[a_named, b_named, bias_named], InPlace::Refused)?;
+    gemm_unchecked(context, options, a, b, bias, c)
+}
+
+/// Writes a bias to every row of a matrix, for a product that is added to it.
+fn write_to_rows(context: &ComputeContext, bias: &Tensor, c: &Tensor) -> Result<()> {
+    let [stride] = **bias.strides() else {
+        return Err(Error::internal("a bias that is no vector"));
+    };
+    // SAFETY: every row is the bias itself, whose elements are those that its stride spans.
+    let rows = unsafe {
+        let (data, element, device) = (bias.data(), bias.element(), bias.device());
+        Tensor::from_raw(data, element, device, c.shape(), Some(&[0, stride]), "bias")
+    }?;
+    // SAFETY: both were checked, to be reachable, of one type and without memory in common.
+    unsafe { copy_unchecked(context, &rows, c) }
 }
 
 /// The shape of a weight that [`gemm`] gets as its second operand.
@@ -179,6 +229,7 @@ fn gemm_unchecked(
     options: &GemmOptions,
     a: &Tensor,
     b: &Tensor,
+    bias: Option<&Tensor>,
     c: &Tensor,
 ) -> Result<()> {
     if c.is_empty() {
@@ -188,6 +239,12 @@ fn gemm_unchecked(
     let ((m, k), (_, n)) =
         (matrix_sizes(a, options.transpose_a), matrix_sizes(b, options.transpose_b));
     let k = if options.alpha == 0.0 { 0 } else { k };
+    // A bias that the kernel does not add is in C before.
+    let (mut options, mut bias) = (*options, bias);
+    if let Some(early) = bias.filter(|bias| !is_epilogue(context, bias, c)) {
+        write_to_rows(context, early, c)?;
+        (options.beta, bias) = (1.0, None);
+    }
     // A single column of C is a row of its transpose: the kernels for few rows serve both.
     let place = Place::of(context, c, options.beta, n == 1 && m > 1)?;
     let (a, b) = match k {
@@ -209,6 +266,7 @@ fn gemm_unchecked(
         c: place.operand,
         alpha: options.alpha,
         beta: options.beta,
+        bias: std::ptr::null(),
     };
     if product.c.transposed {
         // The product is computed as C^T = op(B)^T op(A)^T.
@@ -227,9 +285,20 @@ fn gemm_unchecked(
         ContextBackend::Cpu { backend, .. } => {
             with_storage!(dtype, T => on_host::<T>(backend, options.backend, &product))?
         }
-        ContextBackend::Cuda(cuda) => on_cuda(context, cuda, options, &product)?,
+        ContextBackend::Cuda(cuda) => {
+            on_cuda(context, cuda, &options, &product, bias.map(|bias| (bias, c)))?;
+        }
     }
     place.finish(context)
+}
+
+/// Whether cuBLAS can add a bias to the rows of C, which lie in C's own memory then.
+fn is_epilogue(context: &ComputeContext, bias: &Tensor, c: &Tensor) -> bool {
+    matches!(context.backend(), ContextBackend::Cuda(_))
+        && bias.is_contiguous()
+        && (bias.data() as usize).is_multiple_of(16)
+        && matrix_sizes(c, false).1 > 1
+        && View::of(c, false).lines(false).is_some_and(|(are_columns, _)| !are_columns)
 }
 
 /// Returns the elements of one stored matrix of a batch.
@@ -298,9 +367,23 @@ fn on_cuda(
     cuda: &CudaContext,
     options: &GemmOptions,
     product: &Product,
+    bias: Option<(&Tensor, &Tensor)>,
 ) -> Result<()> {
     let backend = options.backend;
     cuda::check_sizes(product)?;
+    let run = |choice: Choice| {
+        let with_bias = match bias {
+            None => *product,
+            Some((bias, _)) if choice == Choice::Cublas => {
+                Product { bias: bias.data().cast_const(), ..*product }
+            }
+            Some((bias, c)) => {
+                write_to_rows(context, bias, c)?;
+                Product { beta: 1.0, ..*product }
+            }
+        };
+        cuda::run(context, cuda, choice, &with_bias)
+    };
     let info = cuda.device().info();
     let facts = Facts {
         dtype: product.dtype,
@@ -319,10 +402,10 @@ fn on_cuda(
     };
     if options.order != SumOrder::Fastest {
         // Another kernel would add in another order, so there is no second choice.
-        return cuda::run(context, cuda, choose_ordered(options.order, &facts)?, product);
+        return run(choose_ordered(options.order, &facts)?);
     }
     let choice = choose(backend, &facts);
-    let done = cuda::run(context, cuda, choice, product);
+    let done = run(choice);
     match done {
         // A library that was built without machine code for this chip has no kernels for wgmma.
         Err(error)
@@ -330,7 +413,7 @@ fn on_cuda(
                 && error.kind() != ErrorKind::DeviceLost =>
         {
             let other = choose(backend, &Facts { has_wgmma: false, ..facts });
-            cuda::run(context, cuda, other, product)
+            run(other)
         }
         // cuBLAS may lack an algorithm for a shape, or memory for its workspace; this library's
         // kernels do not.
@@ -340,7 +423,7 @@ fn on_cuda(
                 && error.kind() != ErrorKind::DeviceLost =>
         {
             let own = choose(backend, &Facts { has_cublas: false, ..facts });
-            cuda::run(context, cuda, own, product)
+            run(own)
         }
         done => done,
     }

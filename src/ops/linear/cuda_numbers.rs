@@ -6,7 +6,9 @@ use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::Result;
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, matrix_size};
-use crate::ops::gemm::{gemm, gemm_scratch_bytes, GemmOptions, SumOrder, WeightShape};
+use crate::ops::gemm::{
+    gemm, gemm_scratch_bytes, gemm_with_bias, GemmOptions, SumOrder, WeightShape,
+};
 use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
 use crate::ops::quantised::cuda_activations::{quantised_inputs_bytes, round_inputs};
 use crate::ops::quantised::tiles::TileLayout;
@@ -75,6 +77,7 @@ pub fn linear_numbers(
     weight: &QuantisedTiles<'_>,
     mut options: GemmOptions,
     order: &dyn Fn(&Tensor) -> SumOrder,
+    bias: Option<&DeviceTensor>,
     out: &DeviceTensor,
 ) -> Result<()> {
     let (n, k) = (weight.layout().out_features(), weight.layout().in_features());
@@ -97,7 +100,13 @@ pub fn linear_numbers(
         dequantise(context, weight, first..first + rows, &dense)?;
         options.order = order(&dense);
         let columns = out.view(first, &[num_tokens as usize, rows], Some(&[n, 1]))?;
-        gemm(context, &options, x, &dense, &columns)?;
+        match bias {
+            Some(bias) => {
+                let bias = bias.view(first, &[rows], None)?;
+                gemm_with_bias(context, &options, x, &dense, &bias, &columns)?;
+            }
+            None => gemm(context, &options, x, &dense, &columns)?,
+        }
     }
     Ok(())
 }

@@ -60,8 +60,9 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::attention::AttentionPlan;
 use crate::ops::common::launch::is_portable;
-use crate::ops::copy::copy;
-use crate::ops::gemm::{cublas_workspace_for, gemm, GemmOptions, SumOrder, WeightShape};
+use crate::ops::gemm::{
+    cublas_workspace_for, gemm, gemm_with_bias, GemmOptions, SumOrder, WeightShape,
+};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 use crate::ops::quantised::cuda::QuantisedTiles;
@@ -804,8 +805,7 @@ impl LinearPass<'_> {
         }
     }
 
-    /// Computes the product. A bias is written to every row of `out` first, and the product is
-    /// added to it, by cuBLAS sometimes after it was rounded.
+    /// Computes the product, to which a bias is added before it is rounded.
     fn by_gemm(
         &self,
         x: &Tensor,
@@ -817,21 +817,19 @@ impl LinearPass<'_> {
             transpose_b: layer.weight.layout() == MatrixLayout::Rows,
             ..GemmOptions::default()
         };
-        if let Some(bias) = layer.bias {
-            let (rows, width) = (num_rows(out), out.width() as usize);
-            copy(self.context, &*bias.view(0, &[rows, width], Some(&[0, 1]))?, out)?;
-            options.beta = 1.0;
-        }
         match layer.weight.format() {
             WeightFormat::Dense(_) => {
                 let weight = layer.weight.data();
                 options.order = self.plan.sum_order(weight, epilogue);
-                gemm(self.context, &options, x, weight, out)
+                match layer.bias {
+                    Some(bias) => gemm_with_bias(self.context, &options, x, weight, bias, out),
+                    None => gemm(self.context, &options, x, weight, out),
+                }
             }
             WeightFormat::Quantised(layout) => {
                 let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
                 let order = |weight: &Tensor| self.plan.sum_order(weight, epilogue);
-                linear_numbers(self.context, x, &tiles, options, &order, out)
+                linear_numbers(self.context, x, &tiles, options, &order, layer.bias, out)
             }
         }
     }

@@ -6,13 +6,12 @@ use super::cuda_quantised::{has_linear_quantised, linear_quantised};
 use super::cuda_quantised_blocks::is_quantised_weight;
 use super::Epilogue;
 use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
-use crate::error::{try_filled, Error, Result};
+use crate::error::{try_filled, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::check::{self, InPlace};
 use crate::ops::common::staging::{input, output};
-use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
-use crate::ops::gemm::{gemm, GemmOptions};
+use crate::ops::gemm::{gemm, gemm_with_bias, GemmOptions};
 use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
 use crate::ops::quantised::tensors::{
     floats, host_floats, matrix_sizes, on_host, to_tiles, QuantisedTensors,
@@ -105,26 +104,16 @@ fn on_cuda(
             return place.finish(context);
         }
     }
-    // The numbers as a dense weight. A bias is written to every row first, and the product is added
-    // to it in f32.
+    // The numbers as a dense weight.
     let what = "the numbers of a quantised weight";
     let numbers = DeviceTensor::temporary(context, x.element(), &[n, k], what)?;
     if k > 0 {
         let (layout, memory) = to_tiles(context, matrix)?;
         dequantise(context, &QuantisedTiles::new(layout, &memory)?, 0..n, &numbers)?;
     }
-    let mut options = GemmOptions { transpose_b: true, ..GemmOptions::default() };
-    if let Some(bias) = bias {
-        let [stride] = **bias.strides() else {
-            return Err(Error::internal("a bias that is no vector"));
-        };
-        // SAFETY: every row is the bias itself, whose elements are those that its stride spans.
-        let rows = unsafe {
-            let (data, element, device) = (bias.data(), bias.element(), bias.device());
-            Tensor::from_raw(data, element, device, out.shape(), Some(&[0, stride]), "bias")
-        }?;
-        copy(context, &rows, out)?;
-        options.beta = 1.0;
+    let options = GemmOptions { transpose_b: true, ..GemmOptions::default() };
+    match bias {
+        Some(bias) => gemm_with_bias(context, &options, x, &numbers, bias, out),
+        None => gemm(context, &options, x, &numbers, out),
     }
-    gemm(context, &options, x, &numbers, out)
 }

@@ -5,6 +5,7 @@ use crate::support::{golden, reference, Random};
 use xserv::ffi::xserv_gemm_backend::*;
 use xserv::ffi::*;
 
+mod bias;
 mod cpu;
 
 /// A product and its factors, as the tests think of it.

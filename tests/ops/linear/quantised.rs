@@ -323,7 +323,8 @@ fn products_with_the_numbers_of_tall_weights_on_cuda() {
             let (x, x_values) = bench.filled(&[num_tokens, k], 1.0, 0.0);
             let out = bench.poisoned(&[num_tokens, n]);
             let options = GemmOptions { transpose_b: true, ..GemmOptions::default() };
-            linear_numbers(&context, &x, &weight, options, &|_| order, &out).expect("the operator");
+            linear_numbers(&context, &x, &weight, options, &|_| order, None, &out)
+                .expect("the operator");
             context.synchronize().expect("no fault");
             let mut want = vec![(0.0, 0.0); num_tokens * n];
             let mut numbers = vec![0.0; k];
