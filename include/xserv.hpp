@@ -1731,6 +1731,7 @@ class AttentionOptions {
   AttentionOptions() { xserv_attention_options_default(&raw_); }
 
   AttentionOptions &causal(bool on = true) { return raw_.causal = on, *this; }
+  AttentionOptions &window(std::uint32_t keys) { return raw_.window = keys, *this; }
   AttentionOptions &backend(xserv_attention_backend which) {
     return raw_.backend = static_cast<std::uint32_t>(which), *this;
   }

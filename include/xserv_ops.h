@@ -1223,9 +1223,12 @@ typedef struct xserv_attention_options {
    */
   uint32_t max_kv_len;
   /**
-   * Always 0.
+   * With causal: the most keys that a query sees, those at positions p - window + 1 to p for a query
+   * at position p of its sequence (sliding-window attention; Beltagy et al., 2020). Default 0: all
+   * keys up to p. Hidden keys cost no time, unless a tile of keys holds some that are seen too: all
+   * values of such a tile must be finite.
    */
-  uint32_t reserved;
+  uint32_t window;
   /**
    * Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the
    * last; begins with 0. Default NULL.

@@ -51,8 +51,11 @@ pub struct xserv_attention_options {
     /// With cu_seqlens_k or context_lens: the largest number of keys of a sequence; default 0,
     /// unknown. Bounds the workspace of SPLIT_KV.
     pub max_kv_len: u32,
-    /// Always 0.
-    pub reserved: u32,
+    /// With causal: the most keys that a query sees, those at positions p - window + 1 to p for a query
+    /// at position p of its sequence (sliding-window attention; Beltagy et al., 2020). Default 0: all
+    /// keys up to p. Hidden keys cost no time, unless a tile of keys holds some that are seen too: all
+    /// values of such a tile must be finite.
+    pub window: u32,
     /// Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the
     /// last; begins with 0. Default NULL.
     pub cu_seqlens_q: *const xserv_tensor,
@@ -71,9 +74,6 @@ unsafe impl GrowingStruct for xserv_attention_options {
     const NAME: &'static str = "xserv_attention_options";
     const HOW: &'static str = "fill it with xserv_attention_options_default()";
 
-    fn is_reserved_zero(&self) -> bool {
-        self.reserved == 0
-    }
     fn defaults() -> Self {
         xserv_attention_options {
             struct_size: size_of::<Self>(),
@@ -82,7 +82,7 @@ unsafe impl GrowingStruct for xserv_attention_options {
             scale: XSERV_UNSET_FLOAT,
             max_q_len: 0,
             max_kv_len: 0,
-            reserved: 0,
+            window: 0,
             cu_seqlens_q: std::ptr::null(),
             cu_seqlens_k: std::ptr::null(),
             block_tables: std::ptr::null(),
@@ -112,6 +112,7 @@ unsafe fn convert(options: &xserv_attention_options) -> Result<AttentionOptions>
     unsafe {
         Ok(AttentionOptions {
             causal: options.causal == 1,
+            window: (options.window > 0).then_some(options.window),
             backend,
             scale: (options.scale != XSERV_UNSET_FLOAT).then_some(options.scale),
             cu_seqlens_q: optional_tensor(options.cu_seqlens_q, "cu_seqlens_q")?,

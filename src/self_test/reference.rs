@@ -158,9 +158,20 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 /// head_dim]. With `causal` query i sees keys 0..=kv_len - q_len + i; without keys the result is
 /// zero.
 pub fn attention<T: Copy + Into<f64>>(
+    operands: (&[T], &[T], &[T]),
+    sizes: (usize, usize, usize),
+    causal: bool,
+    scale: f64,
+) -> Vec<f64> {
+    windowed_attention(operands, sizes, causal, usize::MAX, scale)
+}
+
+/// The same with a window: of the keys that a query sees by `causal`, it sees the last `window`.
+pub fn windowed_attention<T: Copy + Into<f64>>(
     (q, k, v): (&[T], &[T], &[T]),
     (num_heads, num_kv_heads, head_dim): (usize, usize, usize),
     causal: bool,
+    window: usize,
     scale: f64,
 ) -> Vec<f64> {
     let (q, k, v) = (wide(q), wide(k), wide(v));
@@ -170,18 +181,19 @@ pub fn attention<T: Copy + Into<f64>>(
     let mut weights = vec![0.0; kv_len];
     for i in 0..q_len {
         let visible = if causal { (kv_len + i + 1).saturating_sub(q_len) } else { kv_len };
+        let first = visible.saturating_sub(window);
         for head in 0..num_heads {
             let kv_head = head / (num_heads / num_kv_heads);
             let row = (i * num_heads + head) * head_dim;
-            let weights = &mut weights[..visible];
-            for (j, weight) in weights.iter_mut().enumerate() {
+            let weights = &mut weights[first..visible];
+            for (weight, j) in weights.iter_mut().zip(first..) {
                 let k = &k[(j * num_kv_heads + kv_head) * head_dim..][..head_dim];
                 *weight = dot(&q[row..row + head_dim], k) * scale;
             }
             let max = weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             weights.iter_mut().for_each(|w| *w = (*w - max).exp());
             let sum: f64 = weights.iter().sum();
-            for (j, weight) in weights.iter().enumerate() {
+            for (weight, j) in weights.iter().zip(first..) {
                 let v = &v[(j * num_kv_heads + kv_head) * head_dim..][..head_dim];
                 for (out, v) in out[row..row + head_dim].iter_mut().zip(v) {
                     *out += weight / sum * v;

@@ -405,7 +405,8 @@ fn attentions(bench: &Bench, backend: &CpuBackend) {
             bench.run(backend, &name, 0.5, work, || {
                 let stride = num_heads * head_dim;
                 let out = &mut out[..];
-                attention(backend, &q, stride, &cache, &batch, num_heads, 0.088, out, &mut scratch)
+                let (how, scratch) = ((0.088, None), &mut scratch);
+                attention(backend, &q, stride, &cache, &batch, num_heads, how, out, scratch)
                     .unwrap();
             });
             if q_len > 1 {

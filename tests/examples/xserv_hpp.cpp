@@ -815,6 +815,9 @@ static void check_attention(const xserv::Context &context) {
   REQUIRE(near(out, attend(zero, end)));
   context.attention({q, q_shape}, {k, kv_shape}, {v, kv_shape}, {out, q_shape}, causal.backend(XSERV_ATTENTION_NAIVE));
   REQUIRE(near(out, attend(zero, same)));
+  auto windowed = causal;
+  context.attention({q, q_shape}, {k, kv_shape}, {v, kv_shape}, {out, q_shape}, windowed.window(3));
+  REQUIRE(near(out, attend([](std::size_t t) { return t < 2 ? std::size_t{0} : t - 2; }, same)));
 
   // Sequences of two tokens and four.
   const std::vector<std::int32_t> starts{0, 2, 6};

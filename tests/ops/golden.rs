@@ -307,7 +307,7 @@ fn attention() {
                 &cache,
                 &batch,
                 num_heads,
-                case.params["scale"].as_f64().unwrap() as f32,
+                (case.params["scale"].as_f64().unwrap() as f32, None),
                 out.get(),
                 &mut attention::cpu_paged::AttentionScratch::new(),
             )

@@ -107,7 +107,7 @@ class AttentionOptions(Structure):
         ("scale", c_float),
         ("max_q_len", c_uint32),
         ("max_kv_len", c_uint32),
-        ("reserved", c_uint32),
+        ("window", c_uint32),
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
         ("block_tables", c_void_p),
@@ -596,6 +596,7 @@ class Context(NotCopyable):
         out: Any,
         *,
         causal: bool = False,
+        window: Optional[int] = None,
         scale: Optional[float] = None,
         backend: AttentionBackend = "auto",
         cu_seqlens_q: Any = None,
@@ -617,6 +618,8 @@ class Context(NotCopyable):
 
         causal: query i of a sequence sees keys 0 to kv_len - q_len + i; otherwise all of them. A query that
         sees no key gives zeros.
+        window: with causal, the most keys that a query sees: those at positions p - window + 1 to p for a query at
+        position p of its sequence. None (default): all keys up to p. Keys that a window hides cost no time.
         scale: the factor of the scores; None (default): 1 / sqrt(head_dim).
         backend: "auto" (default); "naive" (batched form only), "flash", or "split_kv" (for one query per
         sequence). One that does not support the form, head_dim or block size raises UnsupportedError.
@@ -634,6 +637,10 @@ class Context(NotCopyable):
         options.cu_seqlens_k = views.of(cu_seqlens_k)
         options.block_tables = views.of(block_tables)
         options.context_lens = views.of(context_lens)
+        if window is not None:
+            if window == 0:
+                raise invalid_argument("window is 0, but a query sees at least its own key")
+            set_number(options, "window", window)
         if max_q_len is not None:
             set_number(options, "max_q_len", max_q_len)
         if max_kv_len is not None:

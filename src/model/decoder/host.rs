@@ -343,7 +343,7 @@ impl Pass<'_> {
                 max_blocks_per_seq: self.batch.max_blocks_per_seq,
             },
             self.config.num_heads,
-            self.config.attention_scale(),
+            (self.config.attention_scale(), None),
             self.act.attn_out,
             self.act.attention,
         )?;

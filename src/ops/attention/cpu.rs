@@ -154,8 +154,9 @@ pub(super) fn run(
             num_kv_heads: problem.num_kv_heads as usize,
             head_dim: problem.head_dim as usize,
             scale: problem.scale,
-            // A single query sees all keys either way.
+            // Without a window a single query sees all keys either way.
             causal: options.causal && problem.max_q_len > 1,
+            window: problem.window.map(|window| window as usize),
             sequences,
         };
         match backend {

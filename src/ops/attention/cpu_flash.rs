@@ -57,7 +57,8 @@ pub fn attention_flash<T: Storage>(
         first_tiles.push(num_tiles);
         let tiles = (sequence.q_len * group).div_ceil(TILE_ROWS);
         num_tiles += tiles;
-        num_blocks += tiles * sequence.kv_len.div_ceil(BLOCK_SIZE);
+        let most_seen = attention.window.map_or(sequence.kv_len, |w| w.min(sequence.kv_len));
+        num_blocks += tiles * most_seen.div_ceil(BLOCK_SIZE);
     }
     let num_tasks = num_tiles * attention.num_kv_heads;
     let num_lanes = match num_blocks * attention.num_kv_heads {
@@ -72,7 +73,8 @@ pub fn attention_flash<T: Storage>(
         // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
         // are floats); lane numbers are given out once, so this is the only reference.
         let memory = unsafe { &mut *memory.get().add(lane) };
-        let online = Online::new(memory, attention.head_dim, attention.scale);
+        let Attention { head_dim, scale, window, .. } = *attention;
+        let online = Online::new(memory, head_dim, scale, window);
         backend.run(Lane {
             attention,
             group,
@@ -155,8 +157,8 @@ impl<T: Storage> Lane<'_, T> {
             T::widen::<S>(&attention.q[q..q + head_dim], to);
         }
         self.online.start(num_rows);
-        let visible = self.online.memory.visible[num_rows - 1];
-        for first_key in (0..visible).step_by(BLOCK_SIZE) {
+        let (begin, end) = self.online.keys();
+        for first_key in (begin..end).step_by(BLOCK_SIZE) {
             self.block::<S>(sequence, kv_head, first_key, num_rows);
         }
         for row in 0..num_rows {

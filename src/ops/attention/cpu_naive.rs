@@ -2,7 +2,8 @@
 //! `out = softmax(scale * q K^T) V` for each query head h, over kv head
 //! `h / (num_heads / num_kv_heads)`.
 //!
-//! With `causal` query i of a sequence sees keys `0..=kv_len - q_len + i`, otherwise all of them.
+//! With `causal` query i of a sequence sees keys `0..=kv_len - q_len + i`, of these the last
+//! `window` alone if there is one, otherwise all of them.
 //! The result is computed in f32 and rounded once. A query that sees no key gives zeros.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
@@ -107,6 +108,9 @@ pub struct Attention<'a, T> {
     pub scale: f32,
     /// Whether a query sees no later keys; then no sequence may have more queries than keys.
     pub causal: bool,
+    /// The most keys that a query sees; all of them if `None`. Only with `causal`, or with one query
+    /// a sequence.
+    pub window: Option<usize>,
     /// Which tokens belong together.
     pub sequences: Sequences<'a>,
 }
@@ -394,16 +398,18 @@ impl<T: Storage> Kernel for NaiveHead<'_, T> {
         for i in 0..sequence.q_len {
             let q = sequence.q_start + i * q_strides.token + head * q_strides.head;
             let q = &attention.q[q..q + head_dim];
-            let scores = &mut scores[..sequence.visible(attention.causal, i)];
+            let visible = sequence.visible(attention.causal, i);
+            let first = attention.window.map_or(0, |window| visible.saturating_sub(window));
+            let scores = &mut scores[..visible - first];
             for (j, score) in scores.iter_mut().enumerate() {
-                let k = sequence.key(attention, j).0 + kv_head * k_strides.head;
+                let k = sequence.key(attention, first + j).0 + kv_head * k_strides.head;
                 let pairs = q.iter().zip(&attention.k[k..k + head_dim]);
                 *score = attention.scale * pairs.map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
             }
             softmax_in_place::<S>(scores);
             let mut sums = [0.0f32; MAX_HEAD_DIM];
             for (j, &weight) in scores.iter().enumerate() {
-                let v = sequence.key(attention, j).1 + kv_head * v_strides.head;
+                let v = sequence.key(attention, first + j).1 + kv_head * v_strides.head;
                 for (sum, v) in sums.iter_mut().zip(&attention.v[v..v + head_dim]) {
                     *sum = S::mul_add(weight, v.to_f32(), *sum);
                 }

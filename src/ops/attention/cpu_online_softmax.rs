@@ -2,7 +2,7 @@
 //! loop that the attention of the model and of tensors share.
 //!
 //! ```text
-//! for each block:  s = scale log2(e) q K^T          masked keys: -inf
+//! for each block:  s = scale log2(e) q K^T          keys after the row's, or before its window: -inf
 //!                  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
 //!                  l = l a + sum p;     o = o a + p V;    m = m'
 //! out = o / l
@@ -36,8 +36,8 @@ pub(crate) struct Memory {
     /// The last, half-filled pair of value rows.
     last_pair: [f32; MAX_HEAD_DIM],
     row_max: [f32; TILE_ROWS],
-    /// The number of keys of the sequence that each row sees; no row sees fewer than the one before
-    /// it.
+    /// The end of the keys of the sequence that each row sees; for no row is it less than for the one
+    /// before it.
     pub visible: [usize; TILE_ROWS],
     /// The sums of weights in sixteen lanes, added up at the end.
     row_sum: [[f32; 16]; TILE_ROWS],
@@ -135,17 +135,28 @@ pub(crate) struct Online<'a> {
     value_columns: usize,
     /// The factor of the scores times log2(e), because weights are powers of two.
     scale: f32,
+    /// The most keys that a row sees, which are those before the end of its `visible`.
+    window: usize,
 }
 
 impl<'a> Online<'a> {
-    pub fn new(memory: &'a mut Memory, head_dim: usize, scale: f32) -> Self {
+    pub fn new(memory: &'a mut Memory, head_dim: usize, scale: f32, window: Option<usize>) -> Self {
         Online {
             memory,
             num_rows: 0,
             head_dim,
             value_columns: head_dim.next_multiple_of(16),
             scale: scale * std::f32::consts::LOG2_E,
+            window: window.unwrap_or(usize::MAX),
         }
+    }
+
+    /// Returns the keys that any of the rows sees: the first block of them begins with the first of
+    /// these numbers, and the last key is before the second.
+    #[inline(always)]
+    pub fn keys(&self) -> (usize, usize) {
+        let (first, last) = (self.memory.visible[0], self.memory.visible[self.num_rows - 1]);
+        (first.saturating_sub(self.window) / BLOCK_SIZE * BLOCK_SIZE, last)
     }
 
     /// Begins with `num_rows` rows, whose `queries` and `visible` are in the memory.
@@ -181,11 +192,14 @@ impl<'a> Online<'a> {
         keys: &K,
         values: ValuePanel<<K::Element as Element>::Weight>,
     ) {
-        // Rows whose token lies before the block see nothing of it.
-        let mut row =
-            self.memory.visible[..self.num_rows].partition_point(|&visible| visible <= first_key);
-        while row < self.num_rows {
-            let count = (self.num_rows - row).min(MAX_ROWS);
+        // Rows whose token lies before the block see nothing of it, and neither do those whose window
+        // begins after it.
+        let visible = &self.memory.visible[..self.num_rows];
+        let mut row = visible.partition_point(|&visible| visible <= first_key);
+        let end_key = first_key.saturating_add(BLOCK_SIZE);
+        let end = visible.partition_point(|&end| end.saturating_sub(self.window) < end_key);
+        while row < end {
+            let count = (end - row).min(MAX_ROWS);
             // SAFETY: rows row..row + count of `queries`; `scores` has MAX_ROWS rows of 32.
             unsafe {
                 let queries = self.memory.queries.as_ptr();
@@ -220,6 +234,10 @@ impl<'a> Online<'a> {
                 &mut self.memory.scores[strip_row * BLOCK_SIZE..(strip_row + 1) * BLOCK_SIZE];
             if visible < BLOCK_SIZE {
                 scores[visible..].fill(f32::NEG_INFINITY);
+            }
+            if visible > self.window {
+                let hidden = (visible - self.window).min(BLOCK_SIZE);
+                scores[..hidden].fill(f32::NEG_INFINITY);
             }
             // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32
             // weights and 16 lanes of the sum; value_columns is a multiple of 16.

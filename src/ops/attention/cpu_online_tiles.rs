@@ -42,7 +42,7 @@ pub(super) struct TileMemory {
     row_max: [f32; MAX_ROWS],
     /// The sums of weights in sixteen lanes, added up at the end.
     row_sum: [[f32; 16]; MAX_ROWS],
-    /// The number of keys that each row sees; no row sees fewer than the one before it.
+    /// The end of the keys that each row sees; for no row is it less than for the one before it.
     visible: [usize; MAX_ROWS],
 }
 
@@ -68,10 +68,17 @@ pub(super) struct OnlineTiles<'a> {
     value_columns: usize,
     /// The factor of the scores times log2(e), because weights are powers of two.
     scale: f32,
+    /// The most keys that a row sees, which are those before the end of its `visible`.
+    window: usize,
 }
 
 impl<'a> OnlineTiles<'a> {
-    pub fn new(memory: &'a mut TileMemory, layout: KvLayout, scale: f32) -> Self {
+    pub fn new(
+        memory: &'a mut TileMemory,
+        layout: KvLayout,
+        scale: f32,
+        window: Option<usize>,
+    ) -> Self {
         OnlineTiles {
             memory,
             num_rows: 0,
@@ -79,10 +86,11 @@ impl<'a> OnlineTiles<'a> {
             num_steps: layout.head_dim.div_ceil(TILE_K),
             value_columns: layout.value_columns(),
             scale: scale * std::f32::consts::LOG2_E,
+            window: window.unwrap_or(usize::MAX),
         }
     }
 
-    /// Sets the query of a row, and how many keys it sees.
+    /// Sets the query of a row, and the end of the keys that it sees.
     #[inline(always)]
     pub fn set_query<S: Simd>(&mut self, row: usize, query: &[f32], visible: usize) {
         self.memory.visible[row] = visible;
@@ -120,7 +128,8 @@ impl<'a> OnlineTiles<'a> {
         panels: impl Fn(usize) -> Panels<'p>,
     ) {
         let most_visible = self.memory.visible[self.num_rows - 1];
-        for first_key in (0..most_visible).step_by(STRETCH) {
+        let begin = self.memory.visible[0].saturating_sub(self.window) / STRETCH * STRETCH;
+        for first_key in (begin..most_visible).step_by(STRETCH) {
             let end = most_visible.min(first_key + STRETCH);
             let first_block = first_key / BLOCK_SIZE;
             let num_blocks = (end - first_key).div_ceil(BLOCK_SIZE);
@@ -149,10 +158,14 @@ impl<'a> OnlineTiles<'a> {
                     keep_values(to, self.value_columns, value_panel, context_len - block_key)
                 };
             }
-            // Rows whose token lies before the stretch see nothing of it.
+            // Rows whose token lies before the stretch see nothing of it, and neither do those whose
+            // window begins after it.
             let seeing = &self.memory.visible[..self.num_rows];
             let first_row = seeing.partition_point(|&visible| visible <= first_key);
-            for pair in (first_row / PAIR_ROWS * PAIR_ROWS..self.num_rows).step_by(PAIR_ROWS) {
+            let end_row = seeing.partition_point(|&visible| {
+                visible.saturating_sub(self.window) < first_key + STRETCH
+            });
+            for pair in (first_row / PAIR_ROWS * PAIR_ROWS..end_row).step_by(PAIR_ROWS) {
                 let count = (self.num_rows - pair).min(PAIR_ROWS);
                 let visible = self.memory.visible[pair + count - 1] - first_key;
                 let num_blocks = visible.div_ceil(BLOCK_SIZE).min(num_blocks);
@@ -235,7 +248,8 @@ impl<'a> OnlineTiles<'a> {
             let tile = pair_row / TILE_ROWS * STRETCH_BLOCKS * TILE_LEN;
             let weights = &mut self.memory.weights[tile + pair_row % TILE_ROWS * TILE_K..];
             let visible = self.memory.visible[row].saturating_sub(first_key);
-            if visible == 0 {
+            let hidden = visible.saturating_sub(self.window);
+            if visible == 0 || hidden >= width {
                 let places = weights.chunks_mut(TILE_LEN).take(num_blocks);
                 places.for_each(|place| place[..TILE_K].fill(0));
                 continue;
@@ -244,6 +258,7 @@ impl<'a> OnlineTiles<'a> {
             if visible < width {
                 scores[visible..].fill(f32::NEG_INFINITY);
             }
+            scores[..hidden].fill(f32::NEG_INFINITY);
             // SAFETY: all reads and writes are of 16 elements inside the row's scores, its sums and
             // its 32 places of a tile of weights.
             unsafe {

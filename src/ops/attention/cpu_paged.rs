@@ -2,7 +2,7 @@
 //!
 //! `out = softmax(scale * q K^T) V` for each query head h, over kv head
 //! `h / (num_heads / num_kv_heads)`; token i of a sequence with q_len new tokens sees keys
-//! `0..=context_len - q_len + i`.
+//! `0..=context_len - q_len + i`, and with a window of these the last `window` alone.
 //!
 //! The softmax is computed online in blocks of 32 keys; see [`super::cpu_online_softmax`].
 //!
@@ -82,7 +82,7 @@ impl AttentionScratch {
 
 /// Computes attention. q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements
 /// apart; out is [num_tokens, num_heads * head_dim]. The keys and values of the new tokens are in
-/// `cache` already.
+/// `cache` already. `window` is the most keys that a token sees, itself included; `None`: all.
 #[allow(clippy::too_many_arguments)]
 pub fn attention(
     backend: &CpuBackend,
@@ -91,13 +91,16 @@ pub fn attention(
     cache: &KvBlocks<'_>,
     batch: &AttentionBatch<'_>,
     num_heads: usize,
-    scale: f32,
+    (scale, window): (f32, Option<usize>),
     out: &mut [f32],
     scratch: &mut AttentionScratch,
 ) -> Result<()> {
     let layout = *cache.layout();
     let group = num_heads / layout.num_kv_heads;
     let num_tokens = check(q, q_stride, cache, batch, num_heads, out)?;
+    if window == Some(0) {
+        return Err(Error::internal("attention: a window of no keys"));
+    }
     if num_tokens == 0 || num_heads == 0 {
         return Ok(());
     }
@@ -113,7 +116,8 @@ pub fn attention(
         let q_len = (ends[1] - ends[0]) as usize;
         let tiles = (q_len * group).div_ceil(TILE_ROWS);
         num_tiles += tiles;
-        num_blocks += tiles * (context_len as usize).div_ceil(BLOCK_SIZE);
+        let most_seen = (context_len as usize).min(window.unwrap_or(usize::MAX));
+        num_blocks += tiles * most_seen.div_ceil(BLOCK_SIZE);
         first_tiles.push(num_tiles);
     }
     let num_tasks = num_tiles * layout.num_kv_heads;
@@ -146,12 +150,14 @@ pub fn attention(
             // SAFETY: the memory is zeroed at first, and any bits are numbers; this is the only
             // reference.
             let memory = unsafe { &mut *memory.cast::<TileMemory>() };
-            backend.run(TileLane { work: &work, tiles: OnlineTiles::new(memory, layout, scale) });
+            let tiles = OnlineTiles::new(memory, layout, scale, window);
+            backend.run(TileLane { work: &work, tiles });
         } else {
             // SAFETY: the memory is zeroed at first, and any bits are floats; this is the only
             // reference.
             let memory = unsafe { &mut *memory.cast::<Memory>() };
-            backend.run(Lane { work: &work, online: Online::new(memory, layout.head_dim, scale) });
+            let online = Online::new(memory, layout.head_dim, scale, window);
+            backend.run(Lane { work: &work, online });
         }
     })
 }
@@ -277,7 +283,7 @@ impl<'a> Work<'a, '_> {
         (tile.first_token + row / self.group, tile.kv_head * self.group + row % self.group)
     }
 
-    /// Returns the query of a row, and the number of keys that it sees.
+    /// Returns the query of a row, and the end of the keys that it sees.
     #[inline(always)]
     fn query(&self, tile: Tile<'_>, row: usize) -> (&'a [f32], usize) {
         let head_dim = self.cache.layout().head_dim;
@@ -353,8 +359,9 @@ impl Lane<'_, '_> {
         let is_fp8 = self.work.cache.layout().format == KvFormat::Fp8;
         let widen =
             E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
-        let num_blocks = self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE);
-        for block in 0..num_blocks {
+        let (first_key, end_key) = self.online.keys();
+        let num_blocks = end_key.div_ceil(BLOCK_SIZE);
+        for block in first_key / BLOCK_SIZE..num_blocks {
             let block_id = tile.block_table[block] as usize;
             let first_key = block * BLOCK_SIZE;
             // Few rows wait for memory, and blocks lie anywhere: the next one is fetched while they

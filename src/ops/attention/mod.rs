@@ -12,8 +12,10 @@
 //!   place `j % block_size` of block `block_tables[s][j / block_size]`; q packed, or [num_seqs,
 //!   q_len, num_heads, head_dim]
 //!
-//! With `causal` query i of a sequence sees keys `0 ..= kv_len - q_len + i`, otherwise all. A query
-//! that sees no key gives zeros. The contents of the index arrays are checked on the CPU; on CUDA
+//! With `causal` query i of a sequence sees keys up to `p = kv_len - q_len + i`, and with a `window`
+//! w (Beltagy et al. 2020, section 3.1) of these the last w alone, `p - w + 1 ..= p`; otherwise all.
+//! A query that sees no key gives zeros. Tiles of keys that no query of a tile sees are not read;
+//! keys beside those that are seen may be. The contents of the index arrays are checked on the CPU; on CUDA
 //! they lie on the device, and the kernels access nothing outside the tensors.
 
 pub mod cpu_flash;
@@ -85,6 +87,9 @@ use crate::ops::kv_cache::layout::{KvFormat, BLOCK_SIZE};
 pub struct AttentionOptions {
     /// Whether a query sees no later keys.
     pub causal: bool,
+    /// The most keys that a query sees, its own and those before it; all of them if `None`. Only with
+    /// `causal`.
+    pub window: Option<u32>,
     /// The algorithm.
     pub backend: AttentionBackend,
     /// The factor of the scores; `1 / sqrt(head_dim)` if `None`.
@@ -135,6 +140,8 @@ struct Problem<'a> {
     out: &'a Tensor,
     options: &'a AttentionOptions,
     scale: f32,
+    /// The window, if it can hide any key.
+    window: Option<i64>,
     num_seqs: i64,
     num_heads: i64,
     num_kv_heads: i64,
@@ -254,6 +261,13 @@ fn check<'a>(
     if let Some(scale) = options.scale.filter(|scale| !scale.is_finite()) {
         return wrong(format!("scale is {scale}, not a finite number"));
     }
+    match options.window {
+        Some(0) => return wrong("window is 0, but a query sees at least its own key".to_string()),
+        Some(window) if !options.causal => {
+            return wrong(format!("window is {window}, but a window needs causal"));
+        }
+        _ => {}
+    }
 
     for (name, tensor) in inputs.iter().flatten() {
         if let Some(size) = tensor.shape().iter().find(|&&size| size > MAX_SIZE) {
@@ -299,6 +313,7 @@ fn check<'a>(
         Some(0.0) => f32::MIN_POSITIVE,
         Some(scale) => scale,
     };
+    let window = options.window.map(i64::from).filter(|&window| window < max_kv_len);
     Ok(Problem {
         form,
         dtype,
@@ -309,6 +324,7 @@ fn check<'a>(
         out,
         options,
         scale,
+        window,
         num_seqs,
         num_heads,
         num_kv_heads,
@@ -317,6 +333,7 @@ fn check<'a>(
         max_kv_len,
     })
 }
+
 
 /// Returns the form that the options ask for, and the number of sequences; checks ranks and sizes
 /// by it.

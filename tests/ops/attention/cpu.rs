@@ -9,7 +9,7 @@ use xserv::ops::attention::cpu_flash::{attention_flash, FlashScratch};
 use xserv::ops::attention::cpu_naive::{attention_naive, Attention, HeadStrides, Sequences};
 use xserv::ops::common::storage::Storage;
 
-for_storage!(golden_vectors, masks, ragged, paged, threads, refusals);
+for_storage!(golden_vectors, masks, windows, ragged, paged, threads, refusals);
 
 /// q [q_len, heads, dim], k and v [kv_len, kv_heads, dim] -> f64 result with or without the mask.
 fn exact<T: Storage>(
@@ -61,6 +61,7 @@ fn golden_vectors<T: Storage>() {
             head_dim,
             scale: case.params["scale"].as_f64().unwrap() as f32,
             causal: true,
+            window: None,
             sequences: Sequences::Batch { num_seqs, q_len, kv_len },
         };
         both(&case.name, &attention, q.len(), &golden.tensor(case, "y").values);
@@ -108,6 +109,7 @@ fn attention_of<'a, T>(
         head_dim,
         scale: 0.3,
         causal,
+        window: None,
         sequences,
     }
 }
@@ -138,6 +140,29 @@ fn masks<T: Storage>() {
     let sequences = Sequences::Batch { num_seqs: 1, q_len: 9, kv_len: 0 };
     let attention = attention_of(&case, shape, false, sequences);
     both("no keys", &attention, case.q.len(), &vec![0.0; case.q.len()]);
+}
+
+/// Windows of one key, within a block of keys, of whole blocks, up to all keys and beyond.
+fn windows<T: Storage>() {
+    let mut random = Random::new(75);
+    for shape in [(4, 2, 16), (3, 1, 33), (2, 1, 128), (7, 1, 64)] {
+        for (q_len, kv_len) in [(1, 1), (1, 200), (2, 64), (33, 33), (60, 100), (150, 300)] {
+            for window in [1, 2, 7, 31, 32, 33, 64, 97, kv_len, kv_len + 5] {
+                let case = case::<T>(&mut random, q_len, kv_len, shape);
+                let sequences = Sequences::Batch { num_seqs: 1, q_len, kv_len };
+                let attention = Attention {
+                    window: Some(window),
+                    ..attention_of(&case, shape, true, sequences)
+                };
+                let [q, k, v] = [&case.q, &case.k, &case.v].map(|x| values(x));
+                let operands = (&q[..], &k[..], &v[..]);
+                let scale = f64::from(attention.scale);
+                let expected = reference::windowed_attention(operands, shape, true, window, scale);
+                let what = format!("{q_len} queries, {kv_len} keys, {shape:?}, window {window}");
+                both(&what, &attention, case.q.len(), &expected);
+            }
+        }
+    }
 }
 
 const Q_LENS: [usize; 6] = [3, 0, 1, 40, 1, 13];
@@ -245,12 +270,14 @@ fn threads<T: Storage>() {
     for (q_len, kv_len) in [(200, 300), (1, 1000)] {
         let case = case::<T>(&mut random, q_len, kv_len, shape);
         let sequences = Sequences::Batch { num_seqs: 1, q_len, kv_len };
-        let attention = attention_of(&case, shape, true, sequences);
-        same_bits_on_any_number_of_threads(|backend| {
-            let mut out = vec![T::default(); case.q.len()];
-            attention_flash(backend, &attention, &mut out, &mut FlashScratch::new()).unwrap();
-            values(&out)
-        });
+        for window in [None, Some(90)] {
+            let attention = Attention { window, ..attention_of(&case, shape, true, sequences) };
+            same_bits_on_any_number_of_threads(|backend| {
+                let mut out = vec![T::default(); case.q.len()];
+                attention_flash(backend, &attention, &mut out, &mut FlashScratch::new()).unwrap();
+                values(&out)
+            });
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 /// A cache, and sequences whose blocks are scattered over it.
 struct Cache {
     layout: KvLayout,
+    window: Option<usize>,
     bytes: HostBuffer,
     tables: Vec<Vec<u32>>,
 }
@@ -30,7 +31,7 @@ impl Cache {
         let tables = (0..num_seqs)
             .map(|s| (0..per_seq).map(|b| (num_blocks - 1 - (b * num_seqs + s)) as u32).collect())
             .collect();
-        Cache { layout, bytes, tables }
+        Cache { layout, window: None, bytes, tables }
     }
 
     fn layer(&mut self) -> KvBlocks<'_> {
@@ -69,11 +70,11 @@ impl Cache {
         };
         let mut out = Guarded::new(q.len());
         let head_dim = self.layout.head_dim;
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        let how = (1.0 / (head_dim as f32).sqrt(), self.window);
         let scratch = &mut AttentionScratch::new();
         let stride = num_heads * head_dim;
         let cache = &self.layer();
-        attention(backend, q, stride, cache, &batch, num_heads, scale, out.get(), scratch).unwrap();
+        attention(backend, q, stride, cache, &batch, num_heads, how, out.get(), scratch).unwrap();
         out.checked("attention").to_vec()
     }
 }
@@ -126,7 +127,7 @@ fn head_shapes_and_lengths() {
         ] {
             let layout = KvLayout { format, ..layout(dtype, num_kv_heads, head_dim) };
             for (kv_len, q_len) in
-                [(1, 1), (31, 31), (32, 1), (33, 33), (65, 2), (70, 64), (100, 0)]
+                [(1, 1), (31, 31), (32, 1), (33, 33), (65, 2), (70, 64), (100, 0), (290, 130)]
             {
                 let seq = Sequence::new(&mut random, kv_len, num_heads, &layout);
                 let q = &seq.q[(kv_len - q_len) * num_heads * head_dim..];
@@ -134,23 +135,29 @@ fn head_shapes_and_lengths() {
                 let [k, v] = [&seq.k, &seq.v].map(|x| stored(&layout, x));
                 let q_exact = if dtype == DType::BF16 { &q_exact[..] } else { q };
                 let scale = 1.0 / f64::from((head_dim as f32).sqrt());
-                let expected = reference::attention(
-                    (q_exact, &k, &v),
-                    (num_heads, num_kv_heads, head_dim),
-                    true,
-                    scale,
-                );
-                for backend in backends(&[1, 2]) {
-                    // Stale NaNs fill the cache: slots after the last token must not be used.
-                    let mut cache = Cache::new(layout, 1, kv_len, 0xff);
-                    cache.append(&backend, 0, 0, &seq.k, &seq.v);
-                    let out = cache.attend(&backend, q, num_heads, &[(0, q_len, kv_len)]);
-                    let what = format!(
-                        "attention {dtype} {format:?} {num_heads}/{num_kv_heads}x{head_dim} {q_len} of {kv_len} on {}",
-                        backend.name()
+                // One that is in a block, one that is more than a block, and none.
+                let windows = [Some(1 + random.below(31)), Some(33 + random.below(140)), None];
+                for window in windows {
+                    let expected = reference::windowed_attention(
+                        (q_exact, &k, &v),
+                        (num_heads, num_kv_heads, head_dim),
+                        true,
+                        window.unwrap_or(usize::MAX),
+                        scale,
                     );
-                    let t = if dtype == DType::BF16 { 8e-3 } else { 2e-5 };
-                    assert_close(&what, &out, &expected, Tolerance::Rms(t));
+                    for backend in backends(&[1, 2]) {
+                        // Stale NaNs fill the cache: slots after the last token must not be used.
+                        let mut cache = Cache::new(layout, 1, kv_len, 0xff);
+                        cache.window = window;
+                        cache.append(&backend, 0, 0, &seq.k, &seq.v);
+                        let out = cache.attend(&backend, q, num_heads, &[(0, q_len, kv_len)]);
+                        let what = format!(
+                            "attention {dtype} {format:?} {num_heads}/{num_kv_heads}x{head_dim} {q_len} of {kv_len}, window {window:?}, on {}",
+                            backend.name()
+                        );
+                        let t = if dtype == DType::BF16 { 8e-3 } else { 2e-5 };
+                        assert_close(&what, &out, &expected, Tolerance::Rms(t));
+                    }
                 }
             }
         }
@@ -161,7 +168,14 @@ fn head_shapes_and_lengths() {
 fn a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads() {
     let mut random = Random::new(11);
     for (dtype, format) in DTYPES.into_iter().flat_map(|dtype| FORMATS.map(|f| (dtype, f))) {
-        for (num_heads, num_kv_heads, head_dim) in [(4, 2, 64), (3, 1, 48), (2, 2, 128)] {
+        for (num_heads, num_kv_heads, head_dim, window) in [
+            (4, 2, 64, None),
+            (3, 1, 48, None),
+            (2, 2, 128, None),
+            (4, 2, 64, Some(5)),
+            (3, 1, 48, Some(40)),
+            (2, 2, 128, Some(64)),
+        ] {
             let layout = KvLayout { format, ..layout(dtype, num_kv_heads, head_dim) };
             let lens = [75usize, 1, 130, 33];
             let seqs: Vec<Sequence> = lens
@@ -171,6 +185,7 @@ fn a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads() {
             let row = num_heads * head_dim;
             for one in backends(&[1]) {
                 let mut cache = Cache::new(layout, lens.len(), 160, 0);
+                cache.window = window;
                 for (s, seq) in seqs.iter().enumerate() {
                     cache.append(&one, s, 0, &seq.k, &seq.v);
                 }
@@ -188,6 +203,7 @@ fn a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads() {
                 }
                 // In chunks, the cache filled chunk by chunk; the last ones single tokens.
                 let mut chunked = Cache::new(layout, lens.len(), 160, 0xff);
+                chunked.window = window;
                 let (seq, full) = (&seqs[2], &whole[2]);
                 let kv_row = num_kv_heads * head_dim;
                 for (first, end) in [(0, 7), (7, 64), (64, 65), (65, 128), (128, 129), (129, 130)] {
@@ -238,7 +254,7 @@ fn refuses_wrong_shapes() {
     let attend = |batch: &AttentionBatch, num_heads, q: &[f32]| {
         let scratch = &mut AttentionScratch::new();
         let mut out = [0.0; 64];
-        attention(&backend, q, 64, &cache, batch, num_heads, 1.0, &mut out, scratch)
+        attention(&backend, q, 64, &cache, batch, num_heads, (1.0, None), &mut out, scratch)
     };
     let q = [0.0; 64];
     attend(&good, 4, &q).unwrap();
