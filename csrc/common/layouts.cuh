@@ -10,6 +10,7 @@ namespace xserv {
 constexpr int kBlockTokens = 32;  // of a block of the paged cache
 constexpr int kGroupHeads = 8;  // query heads that a block serves
 constexpr int kSegmentKeys = 1024;  // of a segment of flash_wgmma
+constexpr int kNoWindow = 1073741824;  // keys of a window that hides none
 constexpr int kMaxSwapCopies = 240;  // of a launch of kv_cache/swap
 constexpr int kNumSums = 8;  // that gemv_mma adds up
 constexpr int kMaxRank = 8;  // axes of a tensor
@@ -169,7 +170,7 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(AttentionParams, block_size_log2, 192, 4); \
   XSERV_FIELD(AttentionParams, max_blocks_per_seq, 196, 4); \
   XSERV_FIELD(AttentionParams, scale, 200, 4); \
-  XSERV_FIELD(AttentionParams, padding, 204, 4); \
+  XSERV_FIELD(AttentionParams, window, 204, 4); \
   static_assert(sizeof(AttentionParams) == 208, "AttentionParams has another size in Rust")
 
 #define XSERV_LAYOUT_AttentionDecodeParams \
@@ -204,7 +205,7 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(AttentionDecodeParams, block_size_log2, 200, 4); \
   XSERV_FIELD(AttentionDecodeParams, max_blocks_per_seq, 204, 4); \
   XSERV_FIELD(AttentionDecodeParams, scale, 208, 4); \
-  XSERV_FIELD(AttentionDecodeParams, padding, 212, 4); \
+  XSERV_FIELD(AttentionDecodeParams, window, 212, 4); \
   static_assert(sizeof(AttentionDecodeParams) == 216, "AttentionDecodeParams has another size in Rust")
 
 #define XSERV_LAYOUT_AttentionFlashWgmmaParams \
@@ -238,7 +239,7 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(AttentionFlashWgmmaParams, scale, 184, 4); \
   XSERV_FIELD(AttentionFlashWgmmaParams, packed_heads, 188, 4); \
   XSERV_FIELD(AttentionFlashWgmmaParams, max_segments, 192, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, padding, 196, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, window, 196, 4); \
   static_assert(sizeof(AttentionFlashWgmmaParams) == 200, "AttentionFlashWgmmaParams has another size in Rust")
 
 #define XSERV_LAYOUT_FusedArgs \
@@ -270,7 +271,9 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(FusedArgs, wait_first, 164, 4); \
   XSERV_FIELD(FusedArgs, eps, 168, 4); \
   XSERV_FIELD(FusedArgs, scale, 172, 4); \
-  static_assert(sizeof(FusedArgs) == 176, "FusedArgs has another size in Rust")
+  XSERV_FIELD(FusedArgs, window, 176, 4); \
+  XSERV_FIELD(FusedArgs, padding, 180, 4); \
+  static_assert(sizeof(FusedArgs) == 184, "FusedArgs has another size in Rust")
 
 #define XSERV_LAYOUT_OutputProjection \
   XSERV_FIELD(OutputProjection, weight, 0, 8); \
@@ -280,9 +283,9 @@ constexpr int linear_skinny_192x128 = 204880;
   static_assert(sizeof(OutputProjection) == 24, "OutputProjection has another size in Rust")
 
 #define XSERV_LAYOUT_FusedProjectArgs \
-  XSERV_FIELD(FusedProjectArgs, attention, 0, 176); \
-  XSERV_FIELD(FusedProjectArgs, projection, 176, 24); \
-  static_assert(sizeof(FusedProjectArgs) == 200, "FusedProjectArgs has another size in Rust")
+  XSERV_FIELD(FusedProjectArgs, attention, 0, 184); \
+  XSERV_FIELD(FusedProjectArgs, projection, 184, 24); \
+  static_assert(sizeof(FusedProjectArgs) == 208, "FusedProjectArgs has another size in Rust")
 
 #define XSERV_LAYOUT_EmbeddingQuantisedParams \
   XSERV_FIELD(EmbeddingQuantisedParams, hidden, 0, 8); \

@@ -78,6 +78,7 @@ fn numbers() -> Vec<(&'static str, usize, &'static str)> {
         ("kBlockTokens", kv_cache::layout::BLOCK_SIZE, "of a block of the paged cache"),
         ("kGroupHeads", attention::GROUP_HEADS as usize, "query heads that a block serves"),
         ("kSegmentKeys", attention::SEGMENT_KEYS as usize, "of a segment of flash_wgmma"),
+        ("kNoWindow", attention::NO_WINDOW as usize, "keys of a window that hides none"),
         ("kMaxSwapCopies", kv_cache::cuda_swap::MAX_KV_COPIES, "of a launch of kv_cache/swap"),
         ("kNumSums", cuda_gemv_mma::NUM_SUMS, "that gemv_mma adds up"),
         ("kMaxRank", crate::memory::MAX_RANK, "axes of a tensor"),

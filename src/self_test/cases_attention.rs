@@ -35,6 +35,11 @@ pub(super) fn emit(emit: &mut Emit<'_>) -> Result<()> {
         for head_dim in [80, 96, 128, 256, 24] {
             emit(batched(dtype, BACKENDS[0], (17, 37), head_dim, true))?;
         }
+        // Windows of one key, within a tile, and over several of them.
+        for (backend, window) in [(BACKENDS[0], 1), (BACKENDS[0], 40), (BACKENDS[1], 9)] {
+            emit(windowed(dtype, backend, (67, 150), 64, window))?;
+        }
+        emit(windowed(dtype, BACKENDS[0], (1, 500), 128, 200))?;
         emit(packed(dtype))?;
         for lengths in [&[(1, 17), (1, 1), (1, 70)][..], &[(3, 17), (1, 1), (9, 40)]] {
             for stored in [ElementType::Float(dtype), ElementType::Fp8] {
@@ -66,6 +71,26 @@ fn batched(
     head_dim: i64,
     causal: bool,
 ) -> Case {
+    in_window(dtype, (backend, name), (q_len, kv_len), head_dim, (causal, None))
+}
+
+fn windowed(
+    dtype: DType,
+    backend: (AttentionBackend, &str),
+    lengths: (i64, i64),
+    head_dim: i64,
+    window: u32,
+) -> Case {
+    in_window(dtype, backend, lengths, head_dim, (true, Some(window)))
+}
+
+fn in_window(
+    dtype: DType,
+    (backend, name): (AttentionBackend, &str),
+    (q_len, kv_len): (i64, i64),
+    head_dim: i64,
+    (causal, window): (bool, Option<u32>),
+) -> Case {
     let (batch, (heads, kv_heads)) = (2, HEADS);
     let (q_shape, kv_shape) =
         ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
@@ -75,8 +100,18 @@ fn batched(
     let (q_size, kv_size) = (q.values.len() / batch as usize, k.values.len() / batch as usize);
     let pairs = k.values.chunks(kv_size).zip(v.values.chunks(kv_size));
     let sequences = q.values.chunks(q_size).zip(pairs);
-    let expected = sequences.flat_map(|(q, (k, v))| attend(q, k, v, head_dim, causal)).collect();
-    let mask = if causal { "causal" } else { "full" };
+    let sizes = (heads as usize, kv_heads as usize, head_dim as usize);
+    let (keys, scale) = (window.map_or(usize::MAX, |w| w as usize), 1.0 / (head_dim as f64).sqrt());
+    let expected = sequences
+        .flat_map(|(q, (k, v))| {
+            reference::windowed_attention((q, k, v), sizes, causal, keys, scale)
+        })
+        .collect();
+    let mask = match (causal, window) {
+        (true, Some(window)) => format!("a window of {window}"),
+        (true, None) => "causal".to_string(),
+        (false, _) => "full".to_string(),
+    };
     Case {
         operator: "attention",
         what: format!("{dtype} {name} {q_shape:?} over {kv_len} keys, {mask}"),
@@ -84,7 +119,8 @@ fn batched(
         outputs: vec![Output::floats(dtype, &q_shape, expected, bound(dtype))],
         is_optional: backend != AttentionBackend::Auto,
         compute: Box::new(move |context, i, o| {
-            let options = AttentionOptions { causal, backend, ..AttentionOptions::default() };
+            let options =
+                AttentionOptions { causal, window, backend, ..AttentionOptions::default() };
             ops::attention::attention(context, &options, &i[0], &i[1], &i[2], &o[0])
         }),
     }

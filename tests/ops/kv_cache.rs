@@ -338,7 +338,7 @@ fn keys_and_values_of_8_bits_are_widened_exactly() {
         let untouched = vec![0xee_u8; widened.k.size_bytes()];
         put(&context, &widened.k, &untouched);
         put(&context, &widened.v, &untouched);
-        widened.fill(&context, &k, &v, &table, &lens).expect("the operator");
+        widened.fill(&context, &k, &v, &table, &lens, None).expect("the operator");
         context.synchronize().expect("no fault");
         for (cache, codes) in [(&widened.k, &k_codes), (&widened.v, &v_codes)] {
             let got = get(&context, cache);
@@ -356,9 +356,27 @@ fn keys_and_values_of_8_bits_are_widened_exactly() {
         }
         let ids: Vec<i32> = (0..9).collect();
         assert!(get(&context, &widened.block_tables) == words(&ids), "{dtype} the table");
+        // The last keys alone, and the others of the tile of 128 in which they begin.
+        let (long, seen) = ([16 * 16 + 3], 60);
+        let blocks: Vec<i32> = (0..17).map(|place| if place < 8 { -1 } else { 2 }).collect();
+        let sizes = WidenedSizes { num_seqs: 1, blocks_per_seq: 17, ..sizes };
+        let partly = Widened::new(&context, &sizes).expect("room");
+        let untouched = vec![0xee_u8; partly.k.size_bytes()];
+        put(&context, &partly.k, &untouched);
+        put(&context, &partly.v, &untouched);
+        let table_of_one = tensor(ElementType::I32, &[1, 17], &words(&blocks));
+        let len_of_one = tensor(ElementType::I32, &[1], &words(&long));
+        let outcome = partly.fill(&context, &k, &v, &table_of_one, &len_of_one, Some(seen));
+        outcome.expect("the operator");
+        context.synchronize().expect("no fault");
+        let (got, bytes) = (get(&context, &partly.k), block_len * dtype.size_bytes());
+        for (place, got) in got.chunks(bytes).enumerate() {
+            let is_untouched = got.iter().all(|&byte| byte == 0xee);
+            assert_eq!(is_untouched, place < 8, "{dtype} place {place}");
+        }
         // A block that is not there.
         let wrong = tensor(ElementType::I32, &[3, 4], &words(&[5; 12]));
-        let outcome = widened.fill(&context, &k, &v, &wrong, &lens);
+        let outcome = widened.fill(&context, &k, &v, &wrong, &lens, None);
         let reported = outcome.and_then(|()| context.synchronize());
         assert!(reported.is_err_and(|error| error.message().contains("is 5")), "{dtype}");
     }

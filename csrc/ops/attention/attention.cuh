@@ -31,7 +31,7 @@ struct AttentionParams {
   int causal;
   int num_blocks, block_size_log2, max_blocks_per_seq;
   float scale;
-  int padding;
+  int window;  // the most keys that a query sees, with causal; kNoWindow: all
 };
 XSERV_LAYOUT_AttentionParams;
 
@@ -58,7 +58,7 @@ struct AttentionDecodeParams {
   int max_chunks;
   int num_blocks, block_size_log2, max_blocks_per_seq;
   float scale;
-  int padding;
+  int window;  // the most keys that a query sees, the last ones; kNoWindow: all
 };
 XSERV_LAYOUT_AttentionDecodeParams;
 
@@ -99,6 +99,11 @@ struct TileRows {
 };
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+// The first key that a query sees, where `visible` is the end of its keys. Without a window this needs
+// no test of its own: nothing has more than kNoWindow keys, and the difference from the least `visible`,
+// 1 - kNoWindow, is an int.
+__device__ __forceinline__ int window_begin(int visible, int window) { return max(visible - window, 0); }
 
 // The position of key `key` of a sequence in a block cache; the result is not valid (and the fault
 // is reported) if the table names no block of the cache.

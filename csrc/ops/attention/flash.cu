@@ -4,8 +4,10 @@
 //           cu_seqlens_q [num_seqs + 1]
 //   k, v:   the same with num_kv_heads and cu_seqlens_k, or a cache [num_blocks, block_size, num_kv_heads,
 //           head_dim] through block_tables [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
-// Head h reads kv head h / (num_heads / num_kv_heads). Causal: query i sees keys 0 .. kv_len - q_len + i. A
-// query that sees no key becomes zeros; a block id outside the cache reads as zero keys and is reported.
+// Head h reads kv head h / (num_heads / num_kv_heads). Causal: query i sees keys 0 .. kv_len - q_len + i, of
+// these the last p.window. A query that sees no key becomes zeros; a block id outside the cache reads as zero
+// keys and is reported. The tiles of a block begin with that in which the window of its first query begins.
+// The 16-bit forms with a window are compiled by themselves: the others have no registers left for it.
 //
 //   m' = max(m, max_j s_j);   p_j = 2^(s_j - m');
 //   l' = 2^(m - m') l + sum_j p_j;   o' = 2^(m - m') o + sum_j p_j v_j
@@ -51,7 +53,7 @@ __device__ __forceinline__ SequenceView sequence_view(const AttentionParams& p, 
   return view;
 }
 
-template <typename T, int kHeadDim, int kWarps, int kMTiles, int kKeys, int kStages>
+template <typename T, int kHeadDim, int kWarps, int kMTiles, int kKeys, int kStages, bool kWindow>
 struct Flash {
   using Rows = TileRows<kHeadDim>;
   static constexpr int kThreads = kWarps * 32;
@@ -165,6 +167,7 @@ struct Flash {
     const int last_query = min(q_begin + kQueries, q_len) - 1;
     const int num_keys = p.causal ? min(kv_len, diagonal + last_query + 1) : kv_len;
     const int num_tiles = num_keys > 0 ? (num_keys + kKeys - 1) / kKeys : 0;
+    const int first_tile = kWindow ? window_begin(diagonal + q_begin + 1, p.window) / kKeys : 0;
 
     const uint32_t q_shared = shared_address(attention_shared);
     const uint32_t ring = q_shared + kQBytes;
@@ -178,7 +181,9 @@ struct Flash {
     }
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      if (stage < num_tiles) load_tile(p, k, v, seq, kv_len, stage, ring + stage * 2 * kTileBytes);
+      if (first_tile + stage < num_tiles) {
+        load_tile(p, k, v, seq, kv_len, first_tile + stage, ring + stage * 2 * kTileBytes);
+      }
       cp_async_commit();
     }
 
@@ -218,7 +223,7 @@ struct Flash {
 
     Scores s;
     int stage = 0;
-    for (int tile = 0; tile < num_tiles; ++tile) {
+    for (int tile = first_tile; tile < num_tiles; ++tile) {
       // Every warp is also done with the tile before, whose stage the next load overwrites.
       cp_async_wait<kStages - 2>();
       __syncthreads();
@@ -239,11 +244,25 @@ struct Flash {
       for (int step = 0; step < kDimSteps; ++step) score_step(s, q_address, k_base + k_offset, step);
 
       const int key_begin = tile * kKeys;
-      if (key_begin + kKeys > unmasked_keys) {
+      // The window of the warp's last row begins last; it is counted back from the end of its keys.
+      if (key_begin + kKeys > unmasked_keys || (kWindow && key_begin + p.window < warp_keys)) {
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
+            if constexpr (kWindow) {
+              const int end = warp_keys - 16 * kMTiles + m * 16 + r * 8 + (lane >> 2) + 1;
+              const int begin = end - p.window;
+              // Whether a key is before the end and not before the window is one comparison.
+              const unsigned num_seen = max(min(kv_len, end) - begin, 0);
+#pragma unroll
+              for (int n = 0; n < kKeyTiles; ++n) {
+                const unsigned key = key_begin - begin + n * 8 + (lane & 3) * 2;
+                if (key >= num_seen) s[m][n][r * 2] = kMinusInfinity;
+                if (key + 1 >= num_seen) s[m][n][r * 2 + 1] = kMinusInfinity;
+              }
+              continue;
+            }
             const int query = warp_query + m * 16 + r * 8 + (lane >> 2);
             const int visible = p.causal ? min(kv_len, diagonal + query + 1) : kv_len;
 #pragma unroll
@@ -411,7 +430,8 @@ struct FlashF32 {
 #pragma unroll
     for (int i = 0; i < kOutVectors; ++i) o[0][i] = o[1][i] = zero;
 
-    for (int key_begin = 0; key_begin < num_keys; key_begin += kKeys) {
+    const int first_key = p.causal ? window_begin(diagonal + q_begin + 1, p.window) / kKeys * kKeys : 0;
+    for (int key_begin = first_key; key_begin < num_keys; key_begin += kKeys) {
       __syncthreads();
       for (int index = threadIdx.x; index < kKeys * kVectors; index += kThreads) {
         const int row = index / kVectors, column = index % kVectors * 4;
@@ -448,11 +468,15 @@ struct FlashF32 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query = q_begin + y + r * 16;
-        const int visible = p.causal ? min(kv_len, diagonal + query + 1) : kv_len;
+        const int end = p.causal ? diagonal + query + 1 : kv_len;
+        const int first = window_begin(end, p.window);
+        // Whether a key is before the end and not before the window is one comparison.
+        const unsigned num_seen = max(min(kv_len, end) - first, 0);
+        const unsigned key = key_begin + x - first;
         float row_max = maximum[r];
 #pragma unroll
         for (int i = 0; i < kKeysPerThread; ++i) {
-          s[r][i] = key_begin + x + i * 8 < visible ? __fmul_rn(s[r][i], scale) : kMinusInfinity;
+          s[r][i] = key + i * 8 < num_seen ? __fmul_rn(s[r][i], scale) : kMinusInfinity;
           row_max = fmaxf(row_max, s[r][i]);
         }
 #pragma unroll
@@ -520,13 +544,16 @@ struct FlashF32 {
 // min_blocks per multiprocessor bounds the registers: 255 where it is 2 and a block has 128 threads.
 // The short forms have half the queries per block, for launches that would not fill the device
 // otherwise.
-#define XSERV_FLASH(variant, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks)          \
-  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                               \
-      xserv_attention_flash_##variant##_##suffix(const __grid_constant__ xserv::AttentionParams p) { \
-    using Kernel = xserv::Flash<T, head_dim, warps, m_tiles, keys, stages>;                          \
-    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_##variant);           \
-    Kernel::run(p);                                                                                  \
+#define XSERV_FLASH_FORM(variant, window, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks, has_window) \
+  extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                                               \
+      xserv_attention_flash_##variant##window##_##suffix(const __grid_constant__ xserv::AttentionParams p) {         \
+    using Kernel = xserv::Flash<T, head_dim, warps, m_tiles, keys, stages, has_window>;                              \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_##variant);                           \
+    Kernel::run(p);                                                                                                  \
   }
+#define XSERV_FLASH(variant, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks)                       \
+  XSERV_FLASH_FORM(variant, , suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks, false)               \
+  XSERV_FLASH_FORM(variant, _window, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks, true)
 #define XSERV_FLASH_16(suffix, T)                         \
   XSERV_FLASH(d64, suffix, T, 64, 4, 2, 64, 2, 2)         \
   XSERV_FLASH(d64_short, suffix, T, 64, 4, 1, 64, 2, 3)   \

@@ -6,10 +6,10 @@
 //           by cu_seqlens_k [num_seqs + 1], or a cache [num_blocks, 32, num_kv_heads, D] through
 //           block_tables [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
 // Head h reads kv head h / (num_heads / num_kv_heads). The queries are the last q_len tokens of a
-// sequence: causal, query i sees keys 0 .. context_len - q_len + i. A query that sees no key becomes
-// zeros; a block id outside the cache reads as zero keys and is reported. Products of f16 or bf16, sums
-// and softmax in f32; the weights are rounded to T before the second product, as in flash.cu, which has
-// the equations.
+// sequence: causal, query i sees keys 0 .. context_len - q_len + i, in the form with a window of these
+// the last p.window. A query that sees no key becomes zeros; a block id outside the cache reads as zero
+// keys and is reported. Products of f16 or bf16, sums and softmax in f32; the weights are rounded to T
+// before the second product, as in flash.cu, which has the equations.
 //
 // The scheme is that of Shah et al. 2024 (FlashAttention-3), sections 3.1 and 3.2. A block is a
 // producer group of four warps and kGroups groups of consumers, each with 64 queries of the same head.
@@ -35,6 +35,10 @@
 // A block that computes several segments keeps o in a part of device memory of its own between them.
 // With one query a sequence the segments can be items, whose (m, l, o) a second kernel merges in the
 // same order: the bits are the same, but few sequences with long contexts fill the device.
+//
+// The form with a window is compiled by itself, because each branch in the loops below changes how ptxas
+// orders the products of all others. An item ends with the tile in which the window of its first query
+// begins. Rows that do not see a tile which others need keep their results to the bit.
 //
 // H200, bf16, causal, TFLOP/s, 32 heads over 8 of 128: 560 to 630 at 8192 tokens, 490 at 2048, 175 at
 // 512 (cuDNN 550, 410, 152 in the same runs); of 64: 425, 335, 110 (cuDNN 415, 295, 101). Without the
@@ -88,7 +92,7 @@ struct AttentionFlashWgmmaParams {
   // strides are those of tokens.
   int packed_heads;
   int max_segments;  // segments in partial_out for each sequence and head
-  int padding;
+  int window;        // for the form with one: the most keys that a query sees
 
   static constexpr int block_size_log2 = 5;
 };
@@ -110,8 +114,8 @@ struct FlashItem {
   int head;       // negative: no more work
   int token;      // of the first row, in the packed tensors or in its sequence
   int rows;       // at most kQueries
-  int num_tiles;  // of 128 keys; the first is begin_tile
-  int visible;    // keys that the first row sees; may be negative. Every row sees one more, at most kv_len
+  int num_tiles;  // the end of its tiles of 128 keys; the first is begin_tile
+  int visible;    // end of the first row's keys; may be negative. That of every row is one more, at most kv_len
   int kv_len;
   int seq;
   int begin_tile;
@@ -121,6 +125,11 @@ constexpr int kSegmentTiles = kSegmentKeys / 128;  // tiles in a segment
 
 __device__ __forceinline__ int count_segments(int kv_len) {
   return max(1, (kv_len + kSegmentTiles * 128 - 1) / (kSegmentTiles * 128));
+}
+// The first segment that the last query of a sequence sees.
+template <bool kWindow>
+__device__ __forceinline__ int first_segment(const AttentionFlashWgmmaParams& p, int kv_len) {
+  return kWindow ? window_begin(kv_len, p.window) / (kSegmentTiles * 128) : 0;
 }
 
 // The factors of the results so far and of a further segment, with the maxima m and m_s of their
@@ -170,7 +179,7 @@ struct FlashSchedule {
 
   // Finds item `number`, which must not be below that of the previous call. If there is no such item (head
   // negative), `first` is the number of all items.
-  template <int kQueries, bool kSegments>
+  template <int kQueries, bool kSegments, bool kWindow>
   __device__ __forceinline__ FlashItem find(const AttentionFlashWgmmaParams& p, int number) {
     FlashItem item = {-1, 0, 0, 0, 0, 0, 0, 0};
     const int lane = threadIdx.x & 31;
@@ -186,7 +195,9 @@ struct FlashSchedule {
       // Segments as items take the places of tiles of queries.
       const bool in_segments = kSegments && p.partial_out != nullptr;
       int tiles = (q_rows + kQueries - 1) / kQueries;
-      if (in_segments && tiles > 0) tiles = min(count_segments(kv_len), p.max_segments);
+      if (in_segments && tiles > 0) {
+        tiles = min(count_segments(kv_len) - first_segment<kWindow>(p, kv_len), p.max_segments);
+      }
       const unsigned has_level = __ballot_sync(kFullWarp, tiles > level);
       const int count = __popc(has_level) * p.num_heads;
       if (number - first < count) {
@@ -204,9 +215,11 @@ struct FlashSchedule {
         item.visible = p.causal ? item.kv_len - q_len + q_begin + 1 : item.kv_len;
         const int num_keys = p.causal ? min(item.visible + item.rows - 1, item.kv_len) : item.kv_len;
         item.num_tiles = (max(num_keys, 1) + 127) / 128;  // without keys, one tile that is masked
+        if (kWindow) item.begin_tile = window_begin(item.visible, p.window) / 128;
         if (in_segments) {
-          item.begin_tile = place * kSegmentTiles;
-          item.num_tiles = min(item.num_tiles, item.begin_tile + kSegmentTiles);
+          const int segment_tile = (first_segment<kWindow>(p, item.kv_len) + place) * kSegmentTiles;
+          item.begin_tile = kWindow ? max(item.begin_tile, segment_tile) : segment_tile;
+          item.num_tiles = min(item.num_tiles, segment_tile + kSegmentTiles);
         }
         return item;
       }
@@ -225,7 +238,7 @@ struct FlashSchedule {
 // kIsEarly: no kernel that may still be at work writes the index arrays, so they are read before the
 // wait. This form is only for short contexts: the place of the wait makes ptxas order the consumers'
 // code differently, and at 8192 keys they then take 1.3 times as long (13.0, H200).
-template <typename T, int kDim, int kGroups, bool kSegments, bool kIsEarly>
+template <typename T, int kDim, int kGroups, bool kSegments, bool kIsEarly, bool kWindow>
 struct FlashWgmma {
   static_assert(kDim == 64 || kDim == 128);
   static constexpr int kBoxes = kDim / 64;  // of 64 dims, 128 bytes
@@ -295,7 +308,7 @@ struct FlashWgmma {
     int claimed = -1;
     uint32_t count = 0, published = 0;  // tiles, items
     const auto publish = [&](int number) {
-      const FlashItem item = schedule.find<kQueries, kSegments>(p, number);
+      const FlashItem item = schedule.find<kQueries, kSegments, kWindow>(p, number);
       const uint32_t slot = published % kItemSlots;
       mbarrier_wait(shared + kItemEmpty + slot * 8, (published / kItemSlots & 1) ^ 1);
       if (lane == 0) {
@@ -319,7 +332,7 @@ struct FlashWgmma {
       // The next item is claimed and published before the last tiles, where the copies must wait for a
       // stage anyway: late enough to keep the load even, early enough for its queries to be there in
       // time.
-      const int begin_tile = kSegments ? item.begin_tile : 0;
+      const int begin_tile = kSegments || kWindow ? item.begin_tile : 0;
       const int after_begin = min(item.num_tiles - begin_tile - 3, 1);
       const int publish_tile = after_begin < 0 ? -1 : begin_tile + after_begin;
       const int claim_tile = publish_tile < 0 ? item.num_tiles - 1 : publish_tile + 1;
@@ -409,6 +422,7 @@ struct FlashWgmma {
       float row_max = fmaxf(even, odd);
       row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 2));
+      [[maybe_unused]] const bool is_hidden = row_max == kMinusInfinity;
       row_max = fmaxf(row_max, rows.maximum[r]);
       // Weights up to 2^8 do no harm: the old maximum stays in use until a new one is above that.
       if (!((row_max - rows.maximum[r]) * scale > 8.0f)) row_max = rows.maximum[r];
@@ -416,6 +430,10 @@ struct FlashWgmma {
       const float shift = row_max == kMinusInfinity ? 0.0f : row_max * scale;
       // The operations are fused explicitly here and below, so that they are fused for all rows.
       rows.rescale[r] = exp2_approx(__fmaf_rn(rows.maximum[r], scale, -shift));
+      // That factor is not exactly 1 where the maximum stays. A row that sees nothing of a tile, which
+      // is there for the rows beside it, must not change; without a window such tiles come first,
+      // while the sums are still 0.
+      if (kWindow && is_hidden) rows.rescale[r] = 1.0f;
       rows.maximum[r] = row_max;
       float sum_even = 0.0f, sum_odd = 0.0f;
 #pragma unroll
@@ -495,23 +513,31 @@ struct FlashWgmma {
       };
       // There is no branch around the first half alone: with it ptxas (13.0) makes all products wait
       // for each other.
-      const auto mask_half = [&](int half, int limit0, int limit1) {
+      const auto mask_half = [&](int half, int limit0, int limit1, int begin0, int begin1) {
 #pragma unroll
         for (int n = half * 8; n < half * 8 + 8; ++n) {
-          if (n * 8 >= limit0) s[n * 4] = kMinusInfinity;
-          if (n * 8 + 1 >= limit0) s[n * 4 + 1] = kMinusInfinity;
-          if (n * 8 >= limit1) s[n * 4 + 2] = kMinusInfinity;
-          if (n * 8 + 1 >= limit1) s[n * 4 + 3] = kMinusInfinity;
+          if (n * 8 >= limit0 || (kWindow && n * 8 < begin0)) s[n * 4] = kMinusInfinity;
+          if (n * 8 + 1 >= limit0 || (kWindow && n * 8 + 1 < begin0)) s[n * 4 + 1] = kMinusInfinity;
+          if (n * 8 >= limit1 || (kWindow && n * 8 < begin1)) s[n * 4 + 2] = kMinusInfinity;
+          if (n * 8 + 1 >= limit1 || (kWindow && n * 8 + 1 < begin1)) s[n * 4 + 3] = kMinusInfinity;
         }
       };
       const auto mask = [&](int tile, int num_halves) {
         const int seen = min(group_visible, kv_len) - tile * kKeys;
-        if (seen >= num_halves * 64) return;
+        if constexpr (kWindow) {
+          // The window of the group's last row begins last. One comparison decides for both ends: with
+          // two, all products wait for each other here too.
+          const int last_begin = group_visible + (p.causal ? 63 : 0) - p.window;
+          if (min(seen - num_halves * 64, tile * kKeys - last_begin) >= 0) return;
+        } else {
+          if (seen >= num_halves * 64) return;
+        }
         const int first = tile * kKeys + (lane & 3) * 2;
         const int limit0 = min(row_visible, kv_len) - first;
         const int limit1 = min(row_visible + row_step, kv_len) - first;
-        mask_half(0, limit0, limit1);
-        if (num_halves == 2) mask_half(1, limit0, limit1);
+        const int begin0 = kWindow ? row_visible - p.window - first : 0, begin1 = begin0 + row_step;
+        mask_half(0, limit0, limit1, begin0, begin1);
+        if (num_halves == 2) mask_half(1, limit0, limit1, begin0, begin1);
       };
       const auto pack_weights = [&]() {
 #pragma unroll
@@ -541,11 +567,11 @@ struct FlashWgmma {
       };
 
       int tile = item.num_tiles - 1;
-      const int begin_tile = kSegments ? item.begin_tile : 0;
+      const int begin_tile = kSegments || kWindow ? item.begin_tile : 0;
       float merged_max[2], merged_sum[2];
       bool is_merged = false;
       while (true) {
-      const int first_tile = kSegments ? max(tile & ~(kSegmentTiles - 1), begin_tile) : 0;
+      const int first_tile = kSegments ? max(tile & ~(kSegmentTiles - 1), begin_tile) : begin_tile;
       rows = {{kMinusInfinity, kMinusInfinity}, {0.0f, 0.0f}, {1.0f, 1.0f}};
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0f;
@@ -665,7 +691,8 @@ struct FlashWgmma {
       for (int i = 0; i < kDim / 2; ++i) running[i * 128] = o[i];
       }
 
-      if (kSegments && p.partial_out != nullptr && count_segments(kv_len) > 1) {
+      const int item_first = first_segment<kWindow>(p, kv_len);
+      if (kSegments && p.partial_out != nullptr && count_segments(kv_len) - item_first > 1) {
         // The item is one segment of several: it writes what the merge needs.
         const int64_t first_head = static_cast<int64_t>(item.seq) * p.num_heads * p.packed_heads +
                                    item.head * p.packed_heads;
@@ -673,7 +700,8 @@ struct FlashWgmma {
         for (int r = 0; r < 2; ++r) {
           const int target_row = group * 64 + row + r * 8;
           if (target_row >= item.rows) continue;
-          const int64_t place = (first_head + target_row) * p.max_segments + begin_tile / kSegmentTiles;
+          const int64_t place =
+              (first_head + target_row) * p.max_segments + begin_tile / kSegmentTiles - item_first;
           float* target = p.partial_out + place * kDim + (lane & 3) * 2;
 #pragma unroll
           for (int n = 0; n < kDim / 8; ++n) {
@@ -781,7 +809,8 @@ template <typename T>
 __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& p) {
   const int head = blockIdx.x, seq = blockIdx.y, dim = threadIdx.x;
   const TokenRange range = query_range(p, seq);
-  const int num_segments = min(count_segments(key_range(p, seq).len), p.max_segments);
+  const int kv_len = key_range(p, seq).len;
+  const int num_segments = min(count_segments(kv_len) - first_segment<true>(p, kv_len), p.max_segments);
   if (range.len == 0 || num_segments == 1) return;
   const int64_t first = (static_cast<int64_t>(seq) * gridDim.x + head) * p.max_segments;
   const float scale = p.scale * kLog2E;
@@ -805,27 +834,34 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
 
 }  // namespace xserv
 
-#define XSERV_FLASH_WGMMA(variant, suffix, T, dim, groups, segments, early) \
+#define XSERV_FLASH_WGMMA(variant, suffix, T, dim, groups, segments, early, window) \
   extern "C" __global__ void __launch_bounds__(128 * (groups + 1), 1) \
       xserv_attention_flash_wgmma##variant##_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p, \
           const __grid_constant__ xserv::TensorMap k_map, \
           const __grid_constant__ xserv::TensorMap v_map) { \
-    using Kernel = xserv::FlashWgmma<T, dim, groups, segments, early>; \
+    using Kernel = xserv::FlashWgmma<T, dim, groups, segments, early, window>; \
     static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_wgmma_##dim##_##groups); \
     Kernel::run(p, &k_map, &v_map); \
   }
 // The short form has half the queries in an item, for launches that would leave half the device idle.
-// The early form is the short one for short contexts. Segments have head_dim 128 alone.
+// The early form is the short one for short contexts, which have no use for a window. Segments have
+// head_dim 128 alone.
 #define XSERV_FLASH_WGMMA_ALL(suffix, T) \
-  XSERV_FLASH_WGMMA(_128, suffix, T, 128, 2, false, false) \
-  XSERV_FLASH_WGMMA(_128_short, suffix, T, 128, 1, false, false) \
-  XSERV_FLASH_WGMMA(_128_early, suffix, T, 128, 1, false, true) \
-  XSERV_FLASH_WGMMA(_64, suffix, T, 64, 2, false, false) \
-  XSERV_FLASH_WGMMA(_64_short, suffix, T, 64, 1, false, false) \
-  XSERV_FLASH_WGMMA(_64_early, suffix, T, 64, 1, false, true) \
-  XSERV_FLASH_WGMMA(_segments, suffix, T, 128, 2, true, false) \
-  XSERV_FLASH_WGMMA(_segments_short, suffix, T, 128, 1, true, false) \
+  XSERV_FLASH_WGMMA(_128, suffix, T, 128, 2, false, false, false) \
+  XSERV_FLASH_WGMMA(_128_short, suffix, T, 128, 1, false, false, false) \
+  XSERV_FLASH_WGMMA(_128_early, suffix, T, 128, 1, false, true, false) \
+  XSERV_FLASH_WGMMA(_128_window, suffix, T, 128, 2, false, false, true) \
+  XSERV_FLASH_WGMMA(_128_short_window, suffix, T, 128, 1, false, false, true) \
+  XSERV_FLASH_WGMMA(_64, suffix, T, 64, 2, false, false, false) \
+  XSERV_FLASH_WGMMA(_64_short, suffix, T, 64, 1, false, false, false) \
+  XSERV_FLASH_WGMMA(_64_early, suffix, T, 64, 1, false, true, false) \
+  XSERV_FLASH_WGMMA(_64_window, suffix, T, 64, 2, false, false, true) \
+  XSERV_FLASH_WGMMA(_64_short_window, suffix, T, 64, 1, false, false, true) \
+  XSERV_FLASH_WGMMA(_segments, suffix, T, 128, 2, true, false, false) \
+  XSERV_FLASH_WGMMA(_segments_short, suffix, T, 128, 1, true, false, false) \
+  XSERV_FLASH_WGMMA(_segments_window, suffix, T, 128, 2, true, false, true) \
+  XSERV_FLASH_WGMMA(_segments_short_window, suffix, T, 128, 1, true, false, true) \
   extern "C" __global__ void __launch_bounds__(128) \
       xserv_attention_flash_wgmma_merge_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p) { \

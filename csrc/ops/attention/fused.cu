@@ -13,6 +13,9 @@
 //                     floats: new keys and values then become codes before they are multiplied
 //   out:              [num_seqs, num_heads, head_dim]
 //
+// With a window, tiles of 16 keys before that of the first key that the token sees are not there: blocks and
+// chunks share the others as they share all tiles without one.
+//
 // A unit is a (sequence, kv head) with at most 8 query heads (larger groups take several units). There
 // are two forms:
 //   cluster:  grid (C, units of a sequence, num_seqs) in clusters of C = 1, 2, 4, 8 or 16 blocks. The blocks

@@ -41,6 +41,8 @@ struct FusedArgs {
   int chunk_len;   // chunked: keys of a chunk, a multiple of 64
   int wait_first;  // not 0: nothing is read before the wait
   float eps, scale;
+  int window;  // the most keys that the token sees, itself included; kNoWindow: all
+  int padding;
 };
 XSERV_LAYOUT_FusedArgs;
 

@@ -95,20 +95,26 @@ struct DecodeAttention {
     const int position = load_here(p.positions + seq);
     const unsigned new_slot = static_cast<unsigned>(load_here(reinterpret_cast<const int*>(p.slots) + seq));
     const int kv_len = min(max(load_here(p.context_lens + seq), 0), p.max_blocks_per_seq * kBlockSize);
-    int num_chunks = 1, end_tile = (kv_len + kTileKeys - 1) / kTileKeys, begin_tile = rank;
+    // Keys before this one are hidden by the window, and tiles before its tile are not read.
+    const int first_key = window_begin(kv_len, p.window), window_tile = first_key / kTileKeys;
+    int num_chunks = 1, end_tile = (kv_len + kTileKeys - 1) / kTileKeys, begin_tile = window_tile + rank;
     if constexpr (!kCluster) {
       // The workspace has room for max_chunks: a sequence longer than the host planned for takes longer
       // chunks.
-      const int planned = (kv_len + p.max_chunks - 1) / p.max_chunks;
+      const int num_keys = kv_len - window_tile * kTileKeys;
+      const int planned = (num_keys + p.max_chunks - 1) / p.max_chunks;
       const int length = planned <= p.chunk_len ? p.chunk_len : (planned + 63) / 64 * 64;
-      num_chunks = max(1, (kv_len + length - 1) / length);
+      num_chunks = max(1, (num_keys + length - 1) / length);
       if (chunk >= num_chunks) {
         dependency_wait();
         return;
       }
-      begin_tile = chunk * (length / kTileKeys);
+      begin_tile = window_tile + chunk * (length / kTileKeys);
       end_tile = min(end_tile, begin_tile + length / kTileKeys);
       first_tile = begin_tile + warp;
+      ids = load_ids(0);
+    } else if (window_tile > 0) {
+      first_tile += window_tile;
       ids = load_ids(0);
     }
     const long long first_out = (static_cast<long long>(seq) * p.num_heads + group_begin) * kHeadDim;
@@ -133,7 +139,7 @@ struct DecodeAttention {
     const int first_row = threadIdx.x / kHeadLanes;
     const int head_lane = min(static_cast<int>(threadIdx.x) % kHeadLanes, kLastLane);
     const bool is_counted = kLastLane == kHeadLanes - 1 || threadIdx.x % kHeadLanes <= kLastLane;
-    const bool has_new = kCluster ? (new_tile & (num_ranks - 1)) == rank
+    const bool has_new = kCluster ? ((new_tile - window_tile) & (num_ranks - 1)) == rank
                                   : new_tile >= begin_tile && new_tile < end_tile;
     const int num_rows = num_group_heads + (has_new ? 2 : 0);  // the query heads, the new key, the new value
     constexpr int kHalf = kHeadDim / 2;
@@ -223,7 +229,7 @@ struct DecodeAttention {
     // The output is divided into slices of this many float4, of which the last may be shorter or empty.
     const int slice = (num_group_heads * kVectors + num_ranks - 1) >> ranks_log2;
     const int own_slice = max(0, min(slice, num_group_heads * kVectors - rank * slice));
-    const int num_partials = min(num_ranks, end_tile);  // the blocks that have keys
+    const int num_partials = min(num_ranks, end_tile - window_tile);  // the blocks that have keys
     int reciprocal = (1 << kReciprocalBits) / slice + 1;
     asm volatile("" : "+r"(reciprocal));  // computed here, as time counts at its use
     if constexpr (kCluster) {
@@ -399,11 +405,13 @@ struct DecodeAttention {
       float s[kSums][4] = {};
       Tile::add_scores(s, k_base, k_offset, q);
       load_next(i + kSlots / 2, AfterKey());
-      const int key = tile * kTileKeys + (lane >> 2);
+      // Whether a key is before the end and not before the window is one comparison.
+      const unsigned key = tile * kTileKeys - first_key + (lane >> 2);
+      const unsigned num_seen = kv_len - first_key;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float product = (s[0][c] + s[1][c]) + (s[2][c] + s[3][c]);
-        s[0][c] = key + (c >> 1) * 8 < kv_len ? product * scale : kMinusInfinity;
+        s[0][c] = key + (c >> 1) * 8 < num_seen ? product * scale : kMinusInfinity;
       }
       float shift[2], rescale[2];
       bool has_grown = false;

@@ -4,7 +4,8 @@
 //   q, out: [batch, q_len, num_heads, head_dim] by strides
 //   k, v:   [batch, kv_len, num_kv_heads, head_dim] by strides
 //   scores: f32 [batch, num_heads, q_len, kv_len] (workspace)
-// Head h reads kv head h / (num_heads / num_kv_heads). Causal: query i sees keys 0 .. kv_len - q_len + i.
+// Head h reads kv head h / (num_heads / num_kv_heads). Causal: query i sees keys 0 .. kv_len - q_len + i, of
+// these the last p.window.
 // Three launches: scores (a block computes 16 x 16 of them), softmax in place (a block per row), output
 // (a block computes 16 rows x 16 dims). The weights are rounded to T before the second product, as the fused
 // kernels do. Source: Vaswani et al. 2017, equation 1.
@@ -26,7 +27,10 @@ __device__ void naive_scores(const AttentionParams& p, float* __restrict__ score
   const T* q = static_cast<const T*>(p.q) + batch * p.q_batch_stride + head * p.q_head_stride;
   const T* k = static_cast<const T*>(p.k) + batch * p.k_batch_stride + kv_head * p.k_head_stride;
   float sum = 0.0f;
-  for (int d = 0; d < head_dim; d += kNaiveTile) {
+  // Keys that lie before the window of the first query are masked, and not read.
+  const int first_key = p.causal ? window_begin(p.kv_len - p.q_len + query_begin + 1, p.window) : 0;
+  const int used_dims = key_begin + kNaiveTile > first_key ? head_dim : 0;
+  for (int d = 0; d < used_dims; d += kNaiveTile) {
     const bool in_dim = d + x < head_dim;
     q_tile[y][x] = in_dim && query_begin + y < p.q_len
                        ? to_float(q[(query_begin + y) * p.q_token_stride + d + x]) : 0.0f;
@@ -39,7 +43,8 @@ __device__ void naive_scores(const AttentionParams& p, float* __restrict__ score
   }
   const int query = query_begin + y, key = key_begin + x;
   if (query >= p.q_len || key >= p.kv_len) return;
-  const bool is_visible = !p.causal || key <= p.kv_len - p.q_len + query;
+  const int position = p.kv_len - p.q_len + query;
+  const bool is_visible = !p.causal || (key <= position && key > position - p.window);
   scores[(static_cast<long long>(blockIdx.z) * p.q_len + query) * p.kv_len + key] =
       is_visible ? sum * p.scale : kMinusInfinity;
 }
@@ -54,7 +59,9 @@ __device__ void naive_output(const AttentionParams& p, const float* __restrict__
   const T* v = static_cast<const T*>(p.v) + batch * p.v_batch_stride + kv_head * p.v_head_stride;
   const float* row = weights + (static_cast<long long>(blockIdx.z) * p.q_len + query) * p.kv_len;
   float sum = 0.0f;
-  for (int key = 0; key < p.kv_len; key += kNaiveTile) {
+  const int first_key =
+      p.causal ? window_begin(p.kv_len - p.q_len + static_cast<int>(blockIdx.y) * kNaiveTile + 1, p.window) : 0;
+  for (int key = first_key / kNaiveTile * kNaiveTile; key < p.kv_len; key += kNaiveTile) {
     w_tile[y][x] = query < p.q_len && key + x < p.kv_len ? to_float(from_float<T>(row[key + x])) : 0.0f;
     v_tile[y][x] = dim < head_dim && key + y < p.kv_len
                        ? to_float(v[(key + y) * p.v_token_stride + dim]) : 0.0f;

@@ -11,6 +11,7 @@
 //   m = max_c m_c;   o = sum_c 2^(m_c - m) o_c / sum_c 2^(m_c - m) l_c
 // The length of a chunk depends on that sequence's length alone: a token's result does not change with what
 // else is in the batch, and repeats bit for bit. Source: Dao et al. 2023 (Flash-Decoding).
+// With a window the chunks divide the keys from the tile on in which the window begins.
 //
 // Every key and value is used once, so only bytes in flight count. A warp streams its own tiles of keys
 // through its own ring of cp.async stages, without a barrier of the block until the end. The query
@@ -51,10 +52,14 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   return result;
 }
 
+// The keys of a tile, which begins at a multiple of them and so lies in one block of a cache.
+constexpr int kDecodeTileKeys = 16;
+
 struct DecodeUnit {
   int seq, kv_head, group_begin, num_group_heads;  // heads group_begin .. of all query heads
   int q_row, k_token;  // first token in packed tensors; q_row is the sequence otherwise, k_token 0
   int kv_len, num_chunks, chunk, key_begin, key_end;
+  int first_key;  // keys of the chunk before this one are hidden by the window
   int counter;
 };
 
@@ -83,14 +88,17 @@ __device__ __forceinline__ DecodeUnit decode_unit(const AttentionDecodeParams& p
     unit.kv_len = range.len;
   }
   if (p.block_tables != nullptr) unit.kv_len = context_len(p, unit.seq);
-  const int chunk_len = decode_chunk_len(unit.kv_len);
+  unit.first_key = window_begin(unit.kv_len, p.window);
+  const int tiles_begin = unit.first_key / kDecodeTileKeys * kDecodeTileKeys;
+  const int num_keys = unit.kv_len - tiles_begin;
+  const int chunk_len = decode_chunk_len(num_keys);
   // The workspace has room for max_chunks: a sequence longer than the host planned for takes longer
   // chunks.
-  const int planned = (unit.kv_len + p.max_chunks - 1) / p.max_chunks;
+  const int planned = (num_keys + p.max_chunks - 1) / p.max_chunks;
   const int length = planned <= chunk_len ? chunk_len : (planned + 63) / 64 * 64;
   // A sequence without keys has one chunk, which writes the zeros.
-  unit.num_chunks = has_query ? max(1, (unit.kv_len + length - 1) / length) : 0;
-  unit.key_begin = unit.chunk * length;
+  unit.num_chunks = has_query ? max(1, (num_keys + length - 1) / length) : 0;
+  unit.key_begin = tiles_begin + unit.chunk * length;
   unit.key_end = min(unit.kv_len, unit.key_begin + length);
   unit.counter = unit.seq * gridDim.y + blockIdx.y;
   return unit;
@@ -236,6 +244,7 @@ struct Decode {
   using Tile = CacheTile<T, kHeadDim, Stored>;  // of a warp
   using Rows = typename Tile::Rows;
   static constexpr int kKeys = Tile::kKeys, kTileBytes = Tile::kBytes;
+  static_assert(kKeys == kDecodeTileKeys);
   static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // for each warp
   static constexpr int kSharedBytes = kWarps * kRingBytes;
   static constexpr int kDimSteps = kHeadDim / 16;
@@ -321,10 +330,12 @@ struct Decode {
       // There are two sums, so that a product need not wait for the one before.
       float sums[2][4] = {}, s[4];
       Tile::add_scores(sums, k_base, k_offset, q);
-      const int key = unit.key_begin + (warp + i * kWarps) * kKeys + (lane >> 2);
+      // Whether a key is before the end and not before the window is one comparison.
+      const unsigned key = unit.key_begin - unit.first_key + (warp + i * kWarps) * kKeys + (lane >> 2);
+      const unsigned num_seen = unit.key_end - unit.first_key;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[c] = key + (c >> 1) * 8 < unit.key_end ? (sums[0][c] + sums[1][c]) * scale : kMinusInfinity;
+        s[c] = key + (c >> 1) * 8 < num_seen ? (sums[0][c] + sums[1][c]) * scale : kMinusInfinity;
       }
       float shift[2];
       bool has_grown = false;
@@ -417,7 +428,7 @@ struct DecodeF32 {
       }
       float maximum = kMinusInfinity, sum = 0.0f;
 #pragma unroll 2
-      for (int key = unit.key_begin + warp; key < unit.key_end; key += kWarps) {
+      for (int key = max(unit.key_begin, unit.first_key) + warp; key < unit.key_end; key += kWarps) {
         BlockRow at = {0, key, true};
         if (is_paged) at = block_row(p, unit.seq, key);
         const long long token = at.token;

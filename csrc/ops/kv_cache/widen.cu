@@ -7,8 +7,9 @@
 // v_out: [num_seqs * out_blocks, block_len]; table_out: [num_seqs, out_blocks], where out_blocks <=
 // max_blocks_per_seq.
 //
-// Blocks without keys of the sequence are left as they are. Where a table names no block of the
-// cache zeros are written, and the fault is reported. grid (out_blocks, num_seqs, 2 n), where n
+// Blocks without keys of the sequence are left as they are, and so are those before the tile of
+// tile_keys keys in which the last num_seen keys begin. Where a table names no block of the cache zeros
+// are written, and the fault is reported. grid (out_blocks, num_seqs, 2 n), where n
 // blocks share the keys of a block of the cache, and n its values.
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
@@ -36,7 +37,7 @@ template <typename T>
 __device__ __forceinline__ void kv_cache_widen(const uint8_t* k_cache, const uint8_t* v_cache, const int* block_tables,
                                                const int* context_lens, FaultRecord* fault, T* k_out, T* v_out,
                                                int* table_out, int max_blocks_per_seq, int num_blocks, int block_size,
-                                               int block_len) {
+                                               int block_len, int num_seen, int tile_keys) {
   const long long seq = blockIdx.y;
   const int place = blockIdx.x;
   dependency_launch();
@@ -44,7 +45,9 @@ __device__ __forceinline__ void kv_cache_widen(const uint8_t* k_cache, const uin
   const bool is_first = threadIdx.x == 0 && blockIdx.z == 0;
   const long long to = seq * gridDim.x + place;
   if (is_first) table_out[to] = static_cast<int>(to);
-  if (static_cast<long long>(place) * block_size >= context_lens[seq]) return;
+  const long long first_key = static_cast<long long>(place) * block_size;
+  const int num_keys = context_lens[seq];
+  if (first_key >= num_keys || first_key + block_size <= max(num_keys - num_seen, 0) / tile_keys * tile_keys) return;
   const long long index = seq * max_blocks_per_seq + place;
   const int id = block_tables[index];
   const bool is_valid = static_cast<unsigned>(id) < static_cast<unsigned>(num_blocks);
@@ -65,8 +68,8 @@ __device__ __forceinline__ void kv_cache_widen(const uint8_t* k_cache, const uin
   extern "C" __global__ void __launch_bounds__(256) xserv_kv_cache_widen_##SUFFIX(                           \
       const uint8_t* k_cache, const uint8_t* v_cache, const int* block_tables, const int* context_lens,      \
       xserv::FaultRecord* fault, T* k_out, T* v_out, int* table_out, int max_blocks_per_seq, int num_blocks, \
-      int block_size, int block_len) {                                                                       \
+      int block_size, int block_len, int num_seen, int tile_keys) {                                          \
     xserv::kv_cache_widen(k_cache, v_cache, block_tables, context_lens, fault, k_out, v_out, table_out,      \
-                          max_blocks_per_seq, num_blocks, block_size, block_len);                            \
+                          max_blocks_per_seq, num_blocks, block_size, block_len, num_seen, tile_keys);       \
   }
 XSERV_FOR_EACH_DTYPE(XSERV_KERNEL)

@@ -130,22 +130,35 @@ kernels! {
     "attention/flash" {
         ATTENTION_FLASH_D128 "xserv_attention_flash_d128" f32 f16 bf16;
         ATTENTION_FLASH_D128_SHORT "xserv_attention_flash_d128_short" f16 bf16;
+        ATTENTION_FLASH_D128_SHORT_WINDOW "xserv_attention_flash_d128_short_window" f16 bf16;
+        ATTENTION_FLASH_D128_WINDOW "xserv_attention_flash_d128_window" f16 bf16;
         ATTENTION_FLASH_D256 "xserv_attention_flash_d256" f32 f16 bf16;
+        ATTENTION_FLASH_D256_WINDOW "xserv_attention_flash_d256_window" f16 bf16;
         ATTENTION_FLASH_D64 "xserv_attention_flash_d64" f32 f16 bf16;
         ATTENTION_FLASH_D64_SHORT "xserv_attention_flash_d64_short" f16 bf16;
+        ATTENTION_FLASH_D64_SHORT_WINDOW "xserv_attention_flash_d64_short_window" f16 bf16;
+        ATTENTION_FLASH_D64_WINDOW "xserv_attention_flash_d64_window" f16 bf16;
         ATTENTION_FLASH_D80 "xserv_attention_flash_d80" f32 f16 bf16;
+        ATTENTION_FLASH_D80_WINDOW "xserv_attention_flash_d80_window" f16 bf16;
         ATTENTION_FLASH_D96 "xserv_attention_flash_d96" f32 f16 bf16;
+        ATTENTION_FLASH_D96_WINDOW "xserv_attention_flash_d96_window" f16 bf16;
     }
     "attention/flash_wgmma" {
         ATTENTION_FLASH_WGMMA_128 "xserv_attention_flash_wgmma_128" f16 bf16;
         ATTENTION_FLASH_WGMMA_128_EARLY "xserv_attention_flash_wgmma_128_early" f16 bf16;
         ATTENTION_FLASH_WGMMA_128_SHORT "xserv_attention_flash_wgmma_128_short" f16 bf16;
+        ATTENTION_FLASH_WGMMA_128_SHORT_WINDOW "xserv_attention_flash_wgmma_128_short_window" f16 bf16;
+        ATTENTION_FLASH_WGMMA_128_WINDOW "xserv_attention_flash_wgmma_128_window" f16 bf16;
         ATTENTION_FLASH_WGMMA_64 "xserv_attention_flash_wgmma_64" f16 bf16;
         ATTENTION_FLASH_WGMMA_64_EARLY "xserv_attention_flash_wgmma_64_early" f16 bf16;
         ATTENTION_FLASH_WGMMA_64_SHORT "xserv_attention_flash_wgmma_64_short" f16 bf16;
+        ATTENTION_FLASH_WGMMA_64_SHORT_WINDOW "xserv_attention_flash_wgmma_64_short_window" f16 bf16;
+        ATTENTION_FLASH_WGMMA_64_WINDOW "xserv_attention_flash_wgmma_64_window" f16 bf16;
         ATTENTION_FLASH_WGMMA_MERGE "xserv_attention_flash_wgmma_merge" f16 bf16;
         ATTENTION_FLASH_WGMMA_SEGMENTS "xserv_attention_flash_wgmma_segments" f16 bf16;
         ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT "xserv_attention_flash_wgmma_segments_short" f16 bf16;
+        ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT_WINDOW "xserv_attention_flash_wgmma_segments_short_window" f16 bf16;
+        ATTENTION_FLASH_WGMMA_SEGMENTS_WINDOW "xserv_attention_flash_wgmma_segments_window" f16 bf16;
     }
     "attention/fused" {
         ATTENTION_FUSED_CHUNKED_D128 "xserv_attention_fused_chunked_d128" f16 bf16;

@@ -321,6 +321,7 @@ impl DevicePass<'_> {
             block_tables: &self.record.block_tables,
             context_lens: &self.record.context_lens,
             scale: self.config.attention_scale(),
+            window: None,
         };
         let partials = workspace.attention_partials.as_ref();
         if self.linear.projects_in_attention() {

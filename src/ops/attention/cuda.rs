@@ -5,7 +5,7 @@ use crate::backend::cuda::CudaContext;
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::Tensor;
-use crate::ops::attention::cuda_params::{count, AttentionParams};
+use crate::ops::attention::cuda_params::{count, window_or_none, AttentionParams};
 use crate::ops::attention::{
     cuda_flash, cuda_flash_wgmma, cuda_naive, cuda_split_kv, has_whole_heads, head_strides, size,
     AttentionBackend, Problem,
@@ -76,12 +76,13 @@ pub(super) fn run(
         num_kv_heads: count(problem.num_kv_heads)?,
         q_len: count(size(problem.q, packed(&options.cu_seqlens_q, 1)))?,
         kv_len: count(size(problem.k, packed(&options.cu_seqlens_k, 1)))?,
-        causal: i32::from(options.causal && problem.max_q_len > 1),
+        // Without a window a single query sees all keys either way.
+        causal: i32::from(options.causal && (problem.max_q_len > 1 || problem.window.is_some())),
         num_blocks: if is_paged { count(size(problem.k, 0))? } else { 0 },
         block_size_log2: if is_paged { size(problem.k, 1).trailing_zeros() as i32 } else { 0 },
         max_blocks_per_seq: count(options.block_tables.as_ref().map_or(0, |t| size(t, 1)))?,
         scale: problem.scale,
-        padding: 0,
+        window: window_or_none(problem.window),
     };
     match backend {
         AttentionBackend::Naive => cuda_naive::launch(context, cuda, problem, &params),

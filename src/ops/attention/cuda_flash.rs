@@ -26,6 +26,21 @@ pub(super) fn tile_stride(row_bytes: i64) -> i64 {
     }
 }
 
+/// Returns the 16-bit kernel that is compiled for windows.
+fn windowed(dtype: DType, head_dim: i64, is_short: bool) -> Option<Kernel> {
+    match (head_dim, is_short) {
+        (64, false) => kernels::ATTENTION_FLASH_D64_WINDOW,
+        (64, true) => kernels::ATTENTION_FLASH_D64_SHORT_WINDOW,
+        (80, _) => kernels::ATTENTION_FLASH_D80_WINDOW,
+        (96, _) => kernels::ATTENTION_FLASH_D96_WINDOW,
+        (128, false) => kernels::ATTENTION_FLASH_D128_WINDOW,
+        (128, true) => kernels::ATTENTION_FLASH_D128_SHORT_WINDOW,
+        (256, _) => kernels::ATTENTION_FLASH_D256_WINDOW,
+        _ => return None,
+    }
+    .of(dtype)
+}
+
 /// Returns the kernel for a call with this number of (sequence, head) pairs. A block takes half the
 /// queries where whole blocks would leave multiprocessors idle, each of which holds two: on an H200
 /// (132 multiprocessors) that is 1.2 to 1.45 times as fast with 128 and 256 whole blocks, and 0.9
@@ -92,8 +107,13 @@ pub(super) fn launch(
         return Ok(());
     }
     let processors = i64::from(cuda.device().info().num_multiprocessors);
-    let flash = kernel(dtype, head_dim, max_q_len, num_heads.saturating_mul(num_seqs), processors)
-        .ok_or_else(|| Error::internal(format!("no flash kernel for head_dim {head_dim}")))?;
+    let none = || Error::internal(format!("no flash kernel for head_dim {head_dim}"));
+    let pairs = num_heads.saturating_mul(num_seqs);
+    let mut flash = kernel(dtype, head_dim, max_q_len, pairs, processors).ok_or_else(none)?;
+    if problem.window.is_some() && dtype != DType::F32 {
+        let is_short = flash.queries == 64;
+        flash.kernel = windowed(dtype, head_dim, is_short).ok_or_else(none)?;
+    }
     let tiles =
         grid_extent((max_q_len as u64).div_ceil(flash.queries as u64) as i64, "tiles of queries")?;
     let launch = Launch {

@@ -37,7 +37,7 @@ kernel_struct! {
         scale: f32,
         packed_heads: i32,
         max_segments: i32,
-        padding: i32,
+        window: i32,
     }
 }
 
@@ -75,6 +75,14 @@ fn running_bytes(num_multiprocessors: usize) -> usize {
     num_multiprocessors * 2 * RUNNING_BYTES
 }
 
+/// Returns the most segments that a query sees of up to `max_kv_len` keys.
+fn max_segments(max_kv_len: i64, window: Option<i64>) -> i64 {
+    let segments = |keys: i64| (keys as u64).div_ceil(SEGMENT_KEYS) as i64;
+    // The first key of a window may be the last one of a segment.
+    let of_window = window.map_or(i64::MAX, |window| 1 + segments(window - 1));
+    segments(max_kv_len).min(of_window)
+}
+
 /// The groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Groups {
@@ -107,23 +115,46 @@ impl Groups {
     }
 
     /// Returns the kernel, if there is one. With `is_early` it reads the index arrays while the
-    /// preceding kernels are still running.
+    /// preceding kernels are still running, unless there is a window.
     fn kernel(
         self,
         dtype: DType,
         head_dim: i64,
         in_segments: bool,
         is_early: bool,
+        has_window: bool,
     ) -> Option<Kernel> {
+        macro_rules! of {
+            ($whole:ident $windowed:ident) => {
+                if has_window {
+                    kernels::$windowed
+                } else {
+                    kernels::$whole
+                }
+            };
+        }
+        let is_early = is_early && !has_window;
         let kernel = match (head_dim, self, in_segments) {
-            (SEGMENTS_HEAD_DIM, Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
-            (SEGMENTS_HEAD_DIM, Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
-            (128, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_128,
+            (SEGMENTS_HEAD_DIM, Groups::Two, true) => {
+                of!(ATTENTION_FLASH_WGMMA_SEGMENTS ATTENTION_FLASH_WGMMA_SEGMENTS_WINDOW)
+            }
+            (SEGMENTS_HEAD_DIM, Groups::One, true) => {
+                of!(ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT_WINDOW)
+            }
+            (128, Groups::Two, false) => {
+                of!(ATTENTION_FLASH_WGMMA_128 ATTENTION_FLASH_WGMMA_128_WINDOW)
+            }
             (128, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_128_EARLY,
-            (128, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_128_SHORT,
-            (64, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_64,
+            (128, Groups::One, false) => {
+                of!(ATTENTION_FLASH_WGMMA_128_SHORT ATTENTION_FLASH_WGMMA_128_SHORT_WINDOW)
+            }
+            (64, Groups::Two, false) => {
+                of!(ATTENTION_FLASH_WGMMA_64 ATTENTION_FLASH_WGMMA_64_WINDOW)
+            }
             (64, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_64_EARLY,
-            (64, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_64_SHORT,
+            (64, Groups::One, false) => {
+                of!(ATTENTION_FLASH_WGMMA_64_SHORT ATTENTION_FLASH_WGMMA_64_SHORT_WINDOW)
+            }
             _ => return None,
         };
         kernel.of(dtype)
@@ -205,7 +236,8 @@ pub(super) fn try_launch(
     let in_segments = problem.options.in_segments;
     let has_settled_indices = problem.options.has_settled_indices || problem.form == Form::Batched;
     let is_early = has_settled_indices && problem.max_kv_len <= MAX_EARLY_KEYS;
-    let kernel = groups.kernel(dtype, head_dim, in_segments, is_early);
+    let has_window = problem.window.is_some();
+    let kernel = groups.kernel(dtype, head_dim, in_segments, is_early, has_window);
     let Some(kernel) = kernel else { return Ok(false) };
     if !cuda.has_kernel(kernel)? {
         return Ok(false);
@@ -216,7 +248,7 @@ pub(super) fn try_launch(
     let counter = cuda.counters(1)?;
     let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
     // Segments of few sequences are items of their own, where there is room for their results.
-    let all_segments = (problem.max_kv_len as u64).div_ceil(SEGMENT_KEYS) as i64;
+    let all_segments = max_segments(problem.max_kv_len, problem.window);
     let scratch_bytes = running_bytes(processors as usize);
     let rows_of = |segments: i64| num_seqs.saturating_mul(num_heads).saturating_mul(segments);
     let fits = rows_of(all_segments) <= (scratch_bytes / PARTIAL_BYTES) as i64;
@@ -264,7 +296,7 @@ pub(super) fn try_launch(
         scale: params.scale,
         packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
         max_segments: segments as i32,
-        padding: 0,
+        window: params.window,
     };
     let items =
         tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);
@@ -286,4 +318,21 @@ pub(super) fn try_launch(
         unsafe { cuda.launch(merge, launch, arguments) }?;
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_is_in_few_segments() {
+        let keys = SEGMENT_KEYS as i64;
+        for window in [1, 2, 100, keys - 1, keys, keys + 1, keys + 2, 4 * keys, 4 * keys + 2] {
+            let touched = |end: i64| (end - 1) / keys - (end - window).max(0) / keys + 1;
+            let most = (1..=20 * keys).map(touched).max();
+            assert_eq!(most, Some(max_segments(20 * keys, Some(window))), "{window}");
+        }
+        assert_eq!(max_segments(3 * keys + 1, None), 4);
+        assert_eq!(max_segments(2 * keys, Some(10 * keys)), 2);
+    }
 }

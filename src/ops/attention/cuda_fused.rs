@@ -5,8 +5,8 @@ use crate::backend::cuda::{kernel_struct, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
-use crate::ops::attention::cuda_fused_kernels::{fused_kernel, FusedKernel};
-use crate::ops::attention::cuda_params::GROUP_HEADS;
+use crate::ops::attention::cuda_fused_kernels::{fused_kernel, FusedKernel, TILE_KEYS};
+use crate::ops::attention::cuda_params::{window_or_none, GROUP_HEADS};
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::{layout, KvSlots};
 use crate::ops::qk_norm_rope_append::QkNormRope;
@@ -43,6 +43,8 @@ kernel_struct! {
         wait_first: i32,
         eps: f32,
         scale: f32,
+        window: i32,
+        padding: i32,
     }
 }
 
@@ -66,6 +68,8 @@ pub struct DecodeSequences<'a> {
     pub context_lens: &'a Tensor,
     /// The factor of the scores, 1 / sqrt(head_dim).
     pub scale: f32,
+    /// The most keys that a token sees, its own included; `None`: all.
+    pub window: Option<usize>,
 }
 
 /// Memory for partial results, and counters that are zero between launches.
@@ -253,7 +257,8 @@ pub(super) struct Sizes {
     pub num_heads: i64,
     pub num_kv_heads: i64,
     pub head_dim: i64,
-    /// The longest context that the tables can name.
+    /// The most keys of a sequence that are read: those of the longest context that the tables can
+    /// name, or of the window and the rest of the tile in which it begins.
     pub max_kv_len: i64,
 }
 
@@ -287,6 +292,10 @@ pub(super) fn arguments(
     if heads_per_kv == 0 || heads_per_kv * num_kv_heads != num_heads || dtype == DType::F32 {
         return Err(Error::internal(format!("attention of {num_heads} over {num_kv_heads} heads")));
     }
+    let window = sequences.window.map(|window| i64::try_from(window).unwrap_or(i64::MAX));
+    if window == Some(0) {
+        return Err(Error::internal("attention in a window of no keys"));
+    }
     let arguments = FusedArgs {
         qkv: qkv.data(),
         q_norm: norms.q,
@@ -316,8 +325,11 @@ pub(super) fn arguments(
         wait_first: 0,
         eps: norms.eps,
         scale: sequences.scale,
+        window: window_or_none(window),
+        padding: 0,
     };
-    let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
+    let most_seen = window.map_or(i64::MAX, |window| window.saturating_add(TILE_KEYS - 1));
+    let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE).min(most_seen);
     let sizes = Sizes { dtype, is_fp8, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len };
     Ok((arguments, sizes))
 }

@@ -18,7 +18,7 @@ pub(super) struct FusedKernel {
 /// The blocks of the largest cluster.
 const MAX_CLUSTER: i64 = 16;
 /// The keys or values that a warp copies at once.
-const TILE_KEYS: i64 = 16;
+pub(super) const TILE_KEYS: i64 = 16;
 
 /// Returns the kernel for heads of `head_dim` elements, if it is compiled: that of clusters or that
 /// of chunks, for a cache that stores 8-bit floats or one of the heads' dtype.

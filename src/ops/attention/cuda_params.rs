@@ -2,6 +2,7 @@
 
 use crate::backend::cuda::kernel_struct;
 use crate::error::{Error, Result};
+use crate::ops::attention::MAX_SIZE;
 
 kernel_struct! {
     /// `csrc/ops/attention/attention.cuh` has the same struct and documents its fields.
@@ -30,8 +31,16 @@ kernel_struct! {
         pub block_size_log2: i32,
         pub max_blocks_per_seq: i32,
         pub scale: f32,
-        pub padding: i32,
+        pub window: i32,
     }
+}
+
+/// The window that stands for none, as the kernels take it: no sequence has more keys.
+pub(in crate::ops) const NO_WINDOW: i64 = MAX_SIZE;
+
+/// Returns a window as the kernels take it.
+pub(super) fn window_or_none(window: Option<i64>) -> i32 {
+    window.unwrap_or(NO_WINDOW).min(NO_WINDOW) as i32
 }
 
 /// The number of query heads of a kv head that a block of the kernels for one query per sequence

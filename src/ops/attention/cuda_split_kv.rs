@@ -41,7 +41,7 @@ kernel_struct! {
         block_size_log2: i32,
         max_blocks_per_seq: i32,
         scale: f32,
-        padding: i32,
+        window: i32,
     }
 }
 
@@ -52,6 +52,14 @@ fn max_chunks(max_kv_len: i64) -> i64 {
         |len: i64, chunk_len: i64| (max_kv_len.min(len) as u64).div_ceil(chunk_len as u64) as i64;
     let long = if max_kv_len > 65536 { 64 } else { 1 };
     up_to(2048, 256).max(up_to(8192, 512)).max(up_to(65536, 1024)).max(long)
+}
+
+/// The keys of a tile of the kernel. The chunks of a window begin with the tile in which it begins.
+const TILE_KEYS: i64 = 16;
+
+/// Returns the most keys that the chunks of a sequence divide.
+fn max_divided(problem: &Problem<'_>) -> i64 {
+    problem.max_kv_len.min(problem.max_seen() + TILE_KEYS - 1)
 }
 
 /// Returns the kernel, its threads and its dynamic shared memory in bytes.
@@ -123,9 +131,9 @@ pub(super) fn launch(
     problem: &Problem<'_>,
     params: &AttentionParams,
 ) -> Result<()> {
-    let Problem { num_seqs, num_heads, head_dim, max_kv_len, .. } = *problem;
+    let Problem { num_seqs, num_heads, head_dim, .. } = *problem;
     let is_cached = problem.form == Form::Paged && !params.cu_seqlens_q.is_null();
-    let of_a_sequence = partial_bytes(num_heads, head_dim, max_kv_len);
+    let of_a_sequence = partial_bytes(num_heads, head_dim, max_divided(problem));
     let group = if is_cached && of_a_sequence > 0 {
         (MAX_PARTIAL_BYTES / of_a_sequence).max(1)
     } else {
@@ -164,7 +172,7 @@ fn launch_group(
     let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
     let (kernel, block, shared_bytes) = kernel(problem.dtype, head_dim, problem.is_fp8)
         .ok_or_else(|| Error::internal(format!("no decode kernel for head_dim {head_dim}")))?;
-    let chunks = max_chunks(problem.max_kv_len);
+    let chunks = max_chunks(max_divided(problem));
     let heads_per_kv = num_heads / num_kv_heads.max(1);
     let units = grid_extent(
         num_kv_heads * (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64,
@@ -227,7 +235,7 @@ fn launch_group(
         block_size_log2: params.block_size_log2,
         max_blocks_per_seq: params.max_blocks_per_seq,
         scale: problem.scale,
-        padding: 0,
+        window: params.window,
     };
     // SAFETY: the argument of the kernel; the strides span the tensors' elements, the contents of
     // the index arrays are clamped to them, and the workspace has a place for every chunk. Work of

@@ -10,7 +10,7 @@ pub(in crate::ops) use super::cuda_fused_kernels::shared_bytes as fused_shared_b
 pub(in crate::ops) use super::cuda_fused_project::{
     shared_bytes as fused_project_shared_bytes, FusedProjectArgs, OutputProjection,
 };
-pub(in crate::ops) use super::cuda_params::{AttentionParams, GROUP_HEADS};
+pub(in crate::ops) use super::cuda_params::{AttentionParams, GROUP_HEADS, NO_WINDOW};
 pub(in crate::ops) use super::cuda_split_kv::{
     shared_bytes as split_kv_shared_bytes, AttentionDecodeParams,
 };

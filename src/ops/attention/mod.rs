@@ -334,6 +334,12 @@ fn check<'a>(
     })
 }
 
+impl Problem<'_> {
+    /// Returns the most keys that a query sees.
+    fn max_seen(&self) -> i64 {
+        self.window.unwrap_or(self.max_kv_len)
+    }
+}
 
 /// Returns the form that the options ask for, and the number of sequences; checks ranks and sizes
 /// by it.

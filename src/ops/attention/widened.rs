@@ -59,6 +59,8 @@ pub(super) fn run(
         ContextBackend::Cpu { .. } => problem.num_seqs,
         ContextBackend::Cuda(_) => (MAX_BYTES / sizes(1).bytes()?.max(1)).max(1) as i64,
     };
+    // The first query of a sequence sees the earliest keys.
+    let num_seen = problem.window.map(|window| window + problem.max_q_len - 1);
     let block_tables = input(context, block_tables, contiguous)?;
     let context_lens = input(context, context_lens, contiguous)?;
     let mut first = 0;
@@ -67,7 +69,7 @@ pub(super) fn run(
         let widened = Widened::new(context, &sizes(num_seqs))?;
         let tables = rows(&block_tables.tensor, first, num_seqs)?;
         let lens = rows(&context_lens.tensor, first, num_seqs)?;
-        widened.fill(context, problem.k, problem.v, &tables, &lens)?;
+        widened.fill(context, problem.k, problem.v, &tables, &lens, num_seen)?;
         let ends = match &options.cu_seqlens_q {
             Some(ends) => Some(rows(ends, first, num_seqs + 1)?),
             None => None,

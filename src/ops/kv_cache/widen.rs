@@ -12,6 +12,11 @@ use crate::ops::common::staging::host_slice;
 /// The number of threads of a block.
 const THREADS: u32 = 256;
 
+/// The most keys that a kernel of attention reads at a time, from a multiple of them on.
+const TILE_KEYS: i64 = 128;
+/// The most keys of a sequence that a kernel counts.
+const ALL_KEYS: i64 = 1 << 30;
+
 const WHAT: &str = "keys and values of 8 bits as wider numbers";
 
 /// The place for keys and values of some sequences. The blocks of each follow each other.
@@ -68,7 +73,8 @@ impl Widened {
         })
     }
 
-    /// Fills in the blocks in which sequences have keys. k and v [num_blocks, block_size,
+    /// Fills in the blocks in which sequences have keys; with `num_seen` those of the last so many, and of
+    /// the tile of keys in which these begin. k and v [num_blocks, block_size,
     /// num_kv_heads, head_dim] of 8-bit floats, block_tables i32 [num_seqs, max_blocks_per_seq] and
     /// context_lens i32 [num_seqs] are contiguous. A block that the cache does not have is an error
     /// on the host; on a device it is read as zeros and reported.
@@ -79,6 +85,7 @@ impl Widened {
         v: &Tensor,
         block_tables: &Tensor,
         context_lens: &Tensor,
+        num_seen: Option<i64>,
     ) -> Result<()> {
         let &[num_blocks, block_size, num_kv_heads, head_dim] = &**k.shape() else {
             return Err(Error::internal(format!("a cache of shape {}", k.shape())));
@@ -101,8 +108,19 @@ impl Widened {
             return Ok(());
         }
         let block_len = block_size * num_kv_heads * head_dim;
-        let call =
-            Call { to: self, k, v, block_tables, context_lens, num_blocks, block_size, block_len };
+        let num_seen = num_seen.unwrap_or(ALL_KEYS).clamp(0, ALL_KEYS);
+        let to = self;
+        let call = Call {
+            to,
+            k,
+            v,
+            block_tables,
+            context_lens,
+            num_blocks,
+            block_size,
+            block_len,
+            num_seen,
+        };
         match context.backend() {
             ContextBackend::Cpu { .. } => call.on_host(),
             ContextBackend::Cuda(cuda) => call.on_device(cuda),
@@ -119,6 +137,7 @@ struct Call<'a> {
     num_blocks: i64,
     block_size: i64,
     block_len: i64,
+    num_seen: i64,
 }
 
 impl Call<'_> {
@@ -151,7 +170,9 @@ impl Call<'_> {
             .i32(int(self.block_tables.width())?)
             .i32(int(self.num_blocks)?)
             .i32(int(self.block_size)?)
-            .i32(int(self.block_len)?);
+            .i32(int(self.block_len)?)
+            .i32(int(self.num_seen)?)
+            .i32(int(TILE_KEYS)?);
         // A thread has a unit of 16 numbers, or two; more are not needed to fill the chip.
         let shares = (self.block_len as u64).div_ceil(16 * 2 * u64::from(THREADS)).clamp(1, 16);
         let grid = (int(kept)? as u32, num_seqs, 2 * shares as u32);
@@ -175,8 +196,11 @@ impl Call<'_> {
         }
         let block_len = self.block_len as usize;
         for (seq, (table, &len)) in tables.chunks_exact(width.max(1)).zip(lens).enumerate() {
-            let used = (i64::from(len.max(0)) as u64).div_ceil(self.block_size as u64);
-            for (place, &id) in table.iter().enumerate().take((kept as u64).min(used) as usize) {
+            let len = i64::from(len.max(0));
+            let used = (len as u64).div_ceil(self.block_size as u64).min(kept as u64);
+            let first_key = (len - self.num_seen).max(0) / TILE_KEYS * TILE_KEYS;
+            let hidden = (first_key / self.block_size) as usize;
+            for (place, &id) in table.iter().enumerate().take(used as usize).skip(hidden) {
                 let block = usize::try_from(id).ok().filter(|&id| (id as i64) < self.num_blocks);
                 let codes = |cache: &'_ [u8]| {
                     let first = block?.checked_mul(block_len)?;

@@ -31,6 +31,20 @@ enum Fault {
     Block,
 }
 
+/// What a check varies beside the sizes.
+#[derive(Clone, Copy, Debug)]
+struct How {
+    has_norms: bool,
+    fault: Fault,
+    /// Whether the cache stores floats of 8 bits.
+    is_fp8: bool,
+    /// The most keys that a token sees.
+    window: Option<usize>,
+}
+
+/// The model of today: norms, all keys, a cache of the heads' type.
+const PLAIN: How = How { has_norms: true, fault: Fault::None, is_fp8: false, window: None };
+
 /// Query heads, kv heads, elements of a head.
 type Heads = (usize, usize, usize);
 
@@ -43,6 +57,8 @@ struct Sequences {
     has_norms: bool,
     /// Whether the cache stores floats of 8 bits.
     is_fp8: bool,
+    /// The most keys that a token sees.
+    window: Option<usize>,
     bench: Bench,
     heads: Heads,
     lens: Vec<usize>,
@@ -63,14 +79,13 @@ struct Sequences {
 
 impl Sequences {
     /// Sequences of `lens` tokens with the new one, and tables of `table_len` blocks. The fault is
-    /// the first sequence's.
+    /// the first sequence's. Blocks before the window have no entry in the tables.
     fn new(
         context: &Arc<ComputeContext>,
         dtype: DType,
         heads: Heads,
         (lens, table_len): (&[usize], usize),
-        fault: Fault,
-        is_fp8: bool,
+        How { has_norms, fault, is_fp8, window }: How,
     ) -> Self {
         let (num_heads, num_kv_heads, head_dim) = heads;
         let seed = lens.iter().sum::<usize>() as u64 + 17;
@@ -103,7 +118,9 @@ impl Sequences {
         let mut slots_of = Vec::new();
         for (table, &len) in tables.chunks_exact_mut(table_len).zip(lens) {
             let blocks = order.split_off(order.len() - needed(len));
-            for (entry, &block) in table.iter_mut().zip(&blocks) {
+            let first_key = len.saturating_sub(window.unwrap_or(usize::MAX));
+            let hidden = first_key / BLOCK_SIZE;
+            for (entry, &block) in table.iter_mut().zip(&blocks).skip(hidden) {
                 *entry = block as i32;
             }
             let slot = |key: usize| blocks[key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
@@ -138,8 +155,9 @@ impl Sequences {
         let positions: Vec<i32> = lens.iter().map(|&len| position_of(len) as i32).collect();
         let told_lens: Vec<i32> = lens.iter().map(|&len| len as i32).collect();
         Sequences {
-            has_norms: true,
+            has_norms,
             is_fp8,
+            window,
             heads,
             lens: lens.to_vec(),
             slots_of,
@@ -184,6 +202,7 @@ impl Sequences {
             block_tables: &self.block_tables,
             context_lens: &self.context_lens,
             scale: self.scale(),
+            window: self.window,
         }
     }
 
@@ -245,7 +264,9 @@ impl Sequences {
         let [new_key, new_value] = self.new_row(seq);
         let k = [old(&self.k.1), new_key].concat();
         let v = [old(&self.v.1), new_value].concat();
-        let exact = reference::attention((&q, &k, &v), self.heads, true, self.scale().into());
+        let window = self.window.unwrap_or(usize::MAX);
+        let (operands, scale) = ((&q[..], &k[..], &v[..]), self.scale().into());
+        let exact = reference::windowed_attention(operands, self.heads, true, window, scale);
         exact.into_iter().map(|x| round(self.bench.dtype, x)).collect()
     }
 
@@ -290,14 +311,12 @@ fn check_fused(
     dtype: DType,
     heads: Heads,
     (lens, table_len): (&[usize], usize),
-    (has_norms, fault, is_fp8): (bool, Fault, bool),
+    how: How,
 ) {
     let (num_heads, _, head_dim) = heads;
-    let what = format!(
-        "{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, norms: {has_norms}, {fault:?}, 8 bits: {is_fp8}"
-    );
-    let mut all = Sequences::new(context, dtype, heads, (lens, table_len), fault, is_fp8);
-    all.has_norms = has_norms;
+    let what = format!("{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, {how:?}");
+    let fault = how.fault;
+    let mut all = Sequences::new(context, dtype, heads, (lens, table_len), how);
     let out = all.bench.poisoned(&[lens.len(), num_heads, head_dim]);
     let scratch = DecodeScratch::new(context, lens.len(), num_heads, head_dim).expect("memory");
     let run = || {
@@ -375,9 +394,39 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     for dtype in HALVES {
         for heads in HEADS_OF_ATTENTION {
             for batch in batches {
-                check_fused(&context, dtype, heads, batch, (true, Fault::None, false));
-                check_fused(&context, dtype, heads, batch, (false, Fault::None, false));
-                check_fused(&context, dtype, heads, batch, (true, Fault::None, true));
+                check_fused(&context, dtype, heads, batch, PLAIN);
+                check_fused(&context, dtype, heads, batch, How { has_norms: false, ..PLAIN });
+                check_fused(&context, dtype, heads, batch, How { is_fp8: true, ..PLAIN });
+            }
+        }
+    }
+}
+
+/// Windows of the new token alone, within a tile, and of several tiles and chunks, which begin at
+/// borders and between them.
+#[test]
+fn attention_of_new_tokens_on_cuda_sees_a_window() {
+    let Some(context) = cuda_context() else { return };
+    if !FUSED_DIMS.iter().all(|&dim| has_attention_fused(&context, dim).unwrap()) {
+        println!("skipped: not a Hopper GPU");
+        return;
+    }
+    let many: Vec<usize> = (0..40).map(|i| (i * 37) % 700).collect();
+    let batches: [(&[usize], usize); 7] = [
+        (&[1500], 64),
+        (&[2049], 128),
+        (&[0, 3100], 128),
+        (&[17, 0, 300, 64, 2100], 66),
+        (&[31, 32, 33, 1, 2, 700], 32),
+        (&many, 22),
+        (&[3100, 257, 1, 512], 512),
+    ];
+    for (n, heads) in HEADS_OF_ATTENTION.into_iter().enumerate() {
+        for batch in batches {
+            for (m, window) in [1, 7, 16, 100, 256, 1000, 4096].into_iter().enumerate() {
+                let dtype = HALVES[(n + m) % 2];
+                let how = How { is_fp8: (n + m) % 3 == 0, window: Some(window), ..PLAIN };
+                check_fused(&context, dtype, heads, batch, how);
             }
         }
     }
@@ -393,7 +442,7 @@ fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
     for fault in [Fault::Slot, Fault::Block, Fault::None] {
         for batch in [(&[700, 40][..], 32), (&[700, 40, 1, 2, 33], 66)] {
             for is_fp8 in [false, true] {
-                let how = (true, fault, is_fp8);
+                let how = How { fault, is_fp8, ..PLAIN };
                 for heads in [(16, 8, 128), (6, 3, 96)] {
                     check_fused(&context, DType::BF16, heads, batch, how);
                 }
@@ -416,19 +465,12 @@ fn with_projection() -> Option<Arc<ComputeContext>> {
     has_it.then_some(context)
 }
 
-fn check_projected(
-    context: &Arc<ComputeContext>,
-    dtype: DType,
-    len: usize,
-    (has_norms, fault, is_fp8): (bool, Fault, bool),
-) {
+fn check_projected(context: &Arc<ComputeContext>, dtype: DType, len: usize, how: How) {
     let (num_heads, num_kv_heads, head_dim) = HEADS;
-    let what = format!(
-        "{dtype} attention over {len} keys, norms: {has_norms}, {fault:?}, 8 bits: {is_fp8}"
-    );
+    let what = format!("{dtype} attention over {len} keys, {how:?}");
+    let fault = how.fault;
     let table_len = len.div_ceil(BLOCK_SIZE).max(4).next_power_of_two();
-    let mut all = Sequences::new(context, dtype, HEADS, (&[len], table_len), fault, is_fp8);
-    all.has_norms = has_norms;
+    let mut all = Sequences::new(context, dtype, HEADS, (&[len], table_len), how);
     let (weight, weight_values) = all.bench.filled(&[HIDDEN, num_heads * head_dim], 0.05, 0.0);
     let sums = all.bench.f32s(&[num_kv_heads, HIDDEN], &vec![f64::NAN; num_kv_heads * HIDDEN]);
     let (how, kv, sequences) = (all.how(), all.kv(), all.sequences());
@@ -462,9 +504,15 @@ fn attention_with_the_output_projection_on_cuda_is_both() {
         // One key, tiles and blocks that are full or not, fewer tiles than blocks of a cluster and
         // more, and tables for short and long contexts.
         for len in [0, 1, 2, 15, 16, 17, 32, 33, 127, 129, 512, 1000, 2048, 2049, 4133] {
-            check_projected(&context, dtype, len, (true, Fault::None, false));
-            check_projected(&context, dtype, len, (false, Fault::None, false));
-            check_projected(&context, dtype, len, (true, Fault::None, true));
+            check_projected(&context, dtype, len, PLAIN);
+            check_projected(&context, dtype, len, How { has_norms: false, ..PLAIN });
+            check_projected(&context, dtype, len, How { is_fp8: true, ..PLAIN });
+        }
+        for (len, window) in [(33, 1), (512, 5), (1000, 64), (2049, 333), (4133, 2000), (4133, 9)] {
+            for is_fp8 in [false, true] {
+                let window = Some(window);
+                check_projected(&context, dtype, len, How { is_fp8, window, ..PLAIN });
+            }
         }
     }
 }
@@ -474,9 +522,10 @@ fn attention_with_the_output_projection_on_cuda_follows_no_bad_index() {
     let Some(context) = with_projection() else { return };
     for len in [33, 700, 3000] {
         for is_fp8 in [false, true] {
-            check_projected(&context, DType::BF16, len, (true, Fault::Slot, is_fp8));
-            check_projected(&context, DType::BF16, len, (true, Fault::Block, is_fp8));
+            for fault in [Fault::Slot, Fault::Block] {
+                check_projected(&context, DType::BF16, len, How { fault, is_fp8, ..PLAIN });
+            }
         }
     }
-    check_projected(&context, DType::BF16, 33, (true, Fault::None, false));
+    check_projected(&context, DType::BF16, 33, PLAIN);
 }

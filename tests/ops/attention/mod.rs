@@ -5,3 +5,4 @@ mod cpu_paged;
 mod fp8_cache;
 mod fused;
 mod tensors;
+mod window;

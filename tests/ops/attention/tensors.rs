@@ -49,6 +49,7 @@ pub(super) struct Case {
     /// What a block cache stores.
     stored: Type,
     causal: bool,
+    window: Option<usize>,
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
@@ -70,11 +71,39 @@ impl Case {
         let q = normals(q_lens, num_heads);
         let (k, v) = (normals(kv_lens, num_kv_heads), normals(kv_lens, num_kv_heads));
         let (q_lens, kv_lens) = (q_lens.to_vec(), kv_lens.to_vec());
-        let stored = element;
+        let (stored, window, want) = (element, None, Vec::new());
         let mut case =
-            Case { q_lens, kv_lens, heads, element, stored, causal, q, k, v, want: Vec::new() };
+            Case { q_lens, kv_lens, heads, element, stored, causal, window, q, k, v, want };
         case.want = case.expected((dim as f64).powf(-0.5));
         case
+    }
+
+    /// Returns the causal case with a window.
+    pub(super) fn in_window(mut self, window: usize) -> Case {
+        (self.causal, self.window) = (true, Some(window));
+        self.want = self.expected((self.heads.2 as f64).powf(-0.5));
+        self
+    }
+
+    /// Returns the last `count` queries of each sequence over the same keys.
+    pub(super) fn last_queries(&self, count: usize) -> Case {
+        let row = self.heads.0 * self.heads.2;
+        let mut case = self.poisoned(&[]);
+        (case.q, case.want) = (Vec::new(), Vec::new());
+        let mut end = 0;
+        for len in &mut case.q_lens {
+            end += *len * row;
+            *len = (*len).min(count);
+            case.q.extend(&self.q[end - *len * row..end]);
+            case.want.extend(&self.want[end - *len * row..end]);
+        }
+        case
+    }
+
+    pub(super) fn options(&self, backend: xserv_attention_backend) -> xserv_attention_options {
+        let mut options = options(self.causal, backend);
+        options.window = self.window.unwrap_or(0) as u32;
+        options
     }
 
     /// Returns the case with keys and values that a cache stores as this type.
@@ -94,7 +123,9 @@ impl Case {
             let (q_size, kv_size) = (q_len * num_heads * dim, kv_len * num_kv_heads * dim);
             let operands =
                 (&self.q[q..q + q_size], &self.k[kv..kv + kv_size], &self.v[kv..kv + kv_size]);
-            want.extend(reference::attention(operands, self.heads, self.causal, scale));
+            let window = self.window.unwrap_or(usize::MAX);
+            let (heads, causal) = (self.heads, self.causal);
+            want.extend(reference::windowed_attention(operands, heads, causal, window, scale));
             (q, kv) = (q + q_size, kv + kv_size);
         }
         want
@@ -102,9 +133,9 @@ impl Case {
 
     /// Returns the case with NaN for the keys and values of some sequences, whose results alone
     /// become NaN.
-    fn poisoned(&self, seqs: &[usize]) -> Case {
+    pub(super) fn poisoned(&self, seqs: &[usize]) -> Case {
         let (num_heads, num_kv_heads, dim) = self.heads;
-        let Case { q_lens, kv_lens, heads, element, stored, causal, q, k, v, want } = self;
+        let Case { q_lens, kv_lens, heads, element, stored, causal, window, q, k, v, want } = self;
         let mut case = Case {
             q_lens: q_lens.clone(),
             kv_lens: kv_lens.clone(),
@@ -112,6 +143,7 @@ impl Case {
             element: *element,
             stored: *stored,
             causal: *causal,
+            window: *window,
             q: q.clone(),
             k: k.clone(),
             v: v.clone(),
@@ -142,9 +174,10 @@ impl Case {
     }
 
     fn what(&self, form: &str, context: &Context) -> String {
-        let Case { q_lens, kv_lens, heads, element, stored, causal, .. } = self;
+        let Case { q_lens, kv_lens, heads, element, stored, causal, window, .. } = self;
         let lens = format!("{q_lens:?} queries, {kv_lens:?} keys of {stored:?}");
-        format!("{form} {element:?} {heads:?} {lens}, causal {causal}, on {}", context.name)
+        let mask = format!("causal {causal}, window {window:?}");
+        format!("{form} {element:?} {heads:?} {lens}, {mask}, on {}", context.name)
     }
 
     fn bar(&self) -> f64 {
@@ -152,7 +185,7 @@ impl Case {
     }
 
     /// Runs a batched call with these strides and compares.
-    fn batched(
+    pub(super) fn batched(
         &self,
         context: &Context,
         backend: xserv_attention_backend,
@@ -168,19 +201,19 @@ impl Case {
         let (q, k, v) =
             (tensor(&q_shape, &self.q), tensor(&k_shape, &self.k), tensor(&k_shape, &self.v));
         let out = tensor(&q_shape, &vec![f64::NAN; self.q.len()]);
-        ok(call(context, &options(self.causal, backend), [&q, &k, &v, &out]));
+        ok(call(context, &self.options(backend), [&q, &k, &v, &out]));
         synchronize(context);
         let found = out.read(&what);
         compare(&what, &found, &self.want, self.bar());
         assert_eq!(q.read(&what), self.q, "{what}: q was changed");
         let again = tensor(&q_shape, &vec![f64::NAN; self.q.len()]);
-        ok(call(context, &options(self.causal, backend), [&q, &k, &v, &again]));
+        ok(call(context, &self.options(backend), [&q, &k, &v, &again]));
         synchronize(context);
         assert_eq!(again.read(&what), found, "{what}: not the same twice");
     }
 
     /// Runs packed calls, with more tokens than the sequences have.
-    fn packed(&self, context: &Context, backend: xserv_attention_backend) -> Vec<f64> {
+    pub(super) fn packed(&self, context: &Context, backend: xserv_attention_backend) -> Vec<f64> {
         let what = self.what(&format!("packed {backend:?}"), context);
         let [mut q_shape, k_shape] = self.shapes(false);
         let row = self.heads.0 * self.heads.2;
@@ -194,7 +227,7 @@ impl Case {
         let q = tensor(&q_shape, &q);
         let (q_ends, k_ends) = (ends(context, &self.q_lens), ends(context, &self.kv_lens));
         let (q_ends, k_ends) = (q_ends.view(), k_ends.view());
-        let mut options = options(self.causal, backend);
+        let mut options = self.options(backend);
         (options.cu_seqlens_q, options.cu_seqlens_k) = (&q_ends, &k_ends);
         options.max_q_len = self.q_lens.iter().copied().max().unwrap_or(0) as u32;
         let mut found = Vec::new();
@@ -238,7 +271,7 @@ impl Case {
         let (tables, lens) = cache.indices(context, self);
         let q_ends = ends(context, &self.q_lens);
         let (tables, lens, q_ends) = (tables.view(), lens.view(), q_ends.view());
-        let mut options = options(self.causal, backend);
+        let mut options = self.options(backend);
         (options.block_tables, options.context_lens) = (&tables, &lens);
         if packed_q {
             options.cu_seqlens_q = &q_ends;
@@ -307,7 +340,7 @@ fn ends<'a>(context: &'a Context, lens: &[usize]) -> TestTensor<'a> {
     TestTensor::new(context, Type::I32, &[ends.len() as i64], &ends)
 }
 
-fn row_major(shape: &[i64]) -> Vec<i64> {
+pub(super) fn row_major(shape: &[i64]) -> Vec<i64> {
     (0..shape.len()).map(|i| shape[i + 1..].iter().product()).collect()
 }
 
@@ -770,6 +803,7 @@ fn refusals() {
         };
         expect(asked(&|o| o.backend = 4), &["backend is 4"]);
         expect(asked(&|o| o.causal = 2), &["causal is 2"]);
+        expect(asked(&|o| o.window = 5), &["window is 5", "needs causal"]);
         expect(asked(&|o| o.scale = f32::NAN), &["scale is NaN"]);
         expect(asked(&|o| o.scale = f32::INFINITY), &["scale is inf"]);
         expect(asked(&|o| o.struct_size = 8), &["struct_size is 8"]);
