@@ -35,7 +35,7 @@ pub struct ModelHeaders {
 impl ModelHeaders {
     pub(super) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
         let PlannedDecoder { plan, stored_output, unused } = DecoderPlan::of(&config, &checkpoint)?;
-        let warnings = unused_warning(&unused).into_iter().chain(window_warning(&config)).collect();
+        let warnings = unused_warning(&unused).into_iter().collect();
         let presumed = ModelFolder { folder, config, checkpoint, plan, warnings, is_tied: None };
         Ok(ModelHeaders { presumed, stored_output })
     }
@@ -157,13 +157,4 @@ impl Model {
     pub fn open_without_weights(path: &str) -> Result<ModelFolder> {
         Model::read_config_alone(path)?.settle(None, &mut |_| true)
     }
-}
-
-/// Says that a sliding window ends the context, which is shorter than others would have it.
-fn window_warning(config: &ModelConfig) -> Option<String> {
-    let window = config.window?;
-    Some(format!(
-        "the context ends after {window} tokens, the length of the model's sliding window, which is not \
-         supported beyond that"
-    ))
 }

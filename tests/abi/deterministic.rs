@@ -74,7 +74,15 @@ fn different_outputs(
 }
 
 fn test_model(head_dim: usize, family: Family) -> crate::files::TempDir {
-    let mut model = TestModel::long_qwen3(21, head_dim).of(family);
+    write(TestModel::long_qwen3(21, head_dim).of(family))
+}
+
+/// Returns a model whose first layer has a window that is shorter than most prompts.
+fn windowed_model(head_dim: usize, family: Family) -> crate::files::TempDir {
+    write(TestModel::long_qwen3(21, head_dim).of(family).in_window(50))
+}
+
+fn write(mut model: TestModel) -> crate::files::TempDir {
     model.config["max_position_embeddings"] = 512.into();
     model.write(Store::BF16)
 }
@@ -99,6 +107,12 @@ fn requests_on_cuda_do_not_depend_on_others() {
         println!("{with} of 56 outputs differ; without the option {without}");
         assert_eq!(with, 0, "{family:?}, heads of {head_dim}");
     }
+    for (head_dim, dtype) in [(128, XSERV_DTYPE_BF16), (64, XSERV_DTYPE_F16)] {
+        let dir = windowed_model(head_dim, Family::Qwen3);
+        let options = xserv_load_options { deterministic: 1, ..on_cuda(dtype) };
+        let (different, _) = different_outputs(dir.path(), &options);
+        assert_eq!(different, 0, "a window, heads of {head_dim}");
+    }
 }
 
 #[test]
@@ -121,6 +135,10 @@ fn requests_on_the_cpu_do_not_depend_on_others() {
         // Nothing is kept on the host unless it is asked for: the KV cache lies there.
         assert_eq!((different, stats.num_swap_blocks, stats.total_swapped_out_blocks), (0, 0, 0));
     }
+    let dir = windowed_model(64, Family::Qwen2);
+    let dtype = XSERV_DTYPE_BF16 as u32;
+    let options = xserv_load_options { num_threads: 2, dtype, ..load_options() };
+    assert_eq!(different_outputs(dir.path(), &options).0, 0, "a window");
 }
 
 /// Requests that were preempted go on with what was kept on the host, as if nothing had been.
@@ -128,7 +146,10 @@ fn check_swapping(options: &xserv_load_options) {
     for (family, prefix_cache) in
         [(Family::Qwen3, 0), (Family::Qwen3, 1), (Family::Llama, 1), (Family::Qwen2, 0)]
     {
-        let dir = test_model(64, family);
+        let dir = match family {
+            Family::Qwen2 => windowed_model(64, family),
+            _ => test_model(64, family),
+        };
         let options = xserv_load_options {
             prefix_cache,
             max_swap_bytes: 4 << 20,

@@ -1,6 +1,6 @@
 //! The least time that a step of a model can take on a machine: the sum, over the operations of the
 //! step, of the time to read what the operation needs or to multiply, whichever is longer. The same
-//! as `examples/c/bench/limits.h`, which says what counts; a test compares the two.
+//! as `examples/c/bench/limits.h`, which says what counts and knows no windows; a test compares the two.
 
 /// The rates that a machine reaches.
 #[derive(Clone, Copy, Debug)]
@@ -44,13 +44,22 @@ pub struct ModelWork {
     pub kv_bytes: f64,
     /// For a query and a key, in all layers.
     pub attention_flops: f64,
+    /// The keys that a query sees at most in the layers that have a window, and their share of all
+    /// layers.
+    pub window: f64,
+    pub windowed: f64,
 }
 
 impl ModelWork {
+    /// Returns the keys that a query sees of `context`, in the mean of the layers.
+    fn seen(&self, context: f64) -> f64 {
+        self.windowed * context.min(self.window) + (1.0 - self.windowed) * context
+    }
+
     /// Returns the layers' matrices, the output matrix and attention, for one token of each of
     /// `batch` sequences of `context` tokens.
     pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
-        let pairs = batch * context;
+        let pairs = batch * self.seen(context);
         [
             product(self.layer_bytes, self.layer_weights, batch),
             product(self.output_bytes, self.output_weights, batch),
@@ -60,8 +69,10 @@ impl ModelWork {
 
     /// The same for a prompt of `num_tokens`, up to the logits of the last one.
     pub fn prompt(&self, num_tokens: f64) -> [Work; 3] {
-        // A token attends to itself and those before it.
-        let pairs = num_tokens * (num_tokens + 1.0) / 2.0;
+        // A token attends to itself and those before it, as far as it sees them.
+        let up_to = |num_tokens: f64| num_tokens * (num_tokens + 1.0) / 2.0;
+        let hidden = up_to((num_tokens - self.window).max(0.0));
+        let pairs = up_to(num_tokens) - self.windowed * hidden;
         [
             product(self.layer_bytes, self.layer_weights, num_tokens),
             product(self.output_bytes, self.output_weights, 1.0),

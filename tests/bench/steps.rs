@@ -282,6 +282,8 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     let is_int8 = matches!(embeddings, WeightStorage::Int8);
     let output_bytes = embedding * if is_int8 { 1.0 + 2.0 / 128.0 } else { 2.0 };
     let layer_weights = model.num_parameters() as f64 - embedding * num_embeddings;
+    // The windows of a model are all alike.
+    let windows = config.windows.iter().flatten();
     // Memory beyond the numbers is padding between small tensors, which no step reads.
     let in_memory = model.weights_bytes() as f64 - output_bytes * num_embeddings;
     ModelWork {
@@ -291,6 +293,8 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
         output_bytes,
         kv_bytes: model.kv_layout().bytes_per_token() as f64,
         attention_flops: 4.0 * (config.num_heads * config.head_dim * config.num_layers) as f64,
+        window: windows.clone().next().map_or(f64::INFINITY, |&window| window as f64),
+        windowed: windows.count() as f64 / config.num_layers as f64,
     }
 }
 

@@ -106,6 +106,8 @@ fn limits_of_bench_and_steps_agree() {
         output_bytes: 2.0 * embedding,
         kv_bytes: 147_456.0,
         attention_flops: 589_824.0,
+        window: f64::INFINITY,
+        windowed: 0.0,
     };
     let ceilings = Ceilings { read_gbs: 4706.0, tflops: 680.0 };
     for batch in [1.0, 32.0, 256.0] {
@@ -116,6 +118,31 @@ fn limits_of_bench_and_steps_agree() {
         let [_, _, prompt] = limits_of_8b("0", "1", "1", &num_tokens.to_string());
         assert_near(ceilings.limit_ms(&work.prompt(num_tokens)), prompt);
     }
+}
+
+/// A query reads the keys of its window, and a prompt each key once.
+#[test]
+fn limits_of_steps_know_windows() {
+    let all = ModelWork {
+        layer_weights: 1e6,
+        output_weights: 1e5,
+        layer_bytes: 2e6,
+        output_bytes: 2e5,
+        kv_bytes: 100.0,
+        attention_flops: 10.0,
+        window: 64.0,
+        windowed: 1.0,
+    };
+    let half = ModelWork { windowed: 0.5, ..all };
+    let attention = |work: &ModelWork, context: f64| work.decode(3.0, context)[2].bytes;
+    assert_near(attention(&all, 50.0), 3.0 * 50.0 * 100.0);
+    assert_near(attention(&all, 500.0), 3.0 * 64.0 * 100.0);
+    assert_near(attention(&half, 500.0), 3.0 * (64.0 + 500.0) / 2.0 * 100.0);
+    let seen: u32 = (1..=200).map(|n: u32| n.min(64)).sum();
+    let prompt = all.prompt(200.0)[2];
+    assert_near(prompt.flops, f64::from(seen) * 10.0);
+    assert_near(prompt.bytes, 200.0 * 100.0);
+    assert_near(half.prompt(200.0)[2].flops, (f64::from(seen) + 200.0 * 201.0 / 2.0) / 2.0 * 10.0);
 }
 
 #[test]

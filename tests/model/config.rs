@@ -297,12 +297,12 @@ fn what_would_change_the_computation_is_refused_by_name() {
     for (field, value) in [
         ("hidden_act", json!("gelu")),
         ("quantization_config", json!({"quant_method": "bitsandbytes", "load_in_4bit": true})),
-        ("layer_types", json!(["full_attention", "sliding_attention"])),
+        ("layer_types", json!(["full_attention", "chunked_attention"])),
         ("is_causal", json!(false)),
         ("is_encoder_decoder", json!(true)),
         ("partial_rotary_factor", json!(0.5)),
     ] {
-        let named = if field == "layer_types" { "sliding_attention" } else { field };
+        let named = if field == "layer_types" { "chunked_attention" } else { field };
         refused(&with(qwen3(), field, value), ErrorKind::Unsupported, named);
     }
     let quantised = with(qwen3(), "quantization_config", json!({"quant_method": "mxfp4"}));
@@ -318,24 +318,6 @@ fn what_would_change_the_computation_is_refused_by_name() {
     }
     assert!(parse(&with(gpt2(), "reorder_and_upcast_attn", json!(true))).is_ok());
     assert!(parse(&with(gpt2(), "activation_function", json!("gelu_pytorch_tanh"))).is_ok());
-}
-
-#[test]
-fn sliding_windows_are_refused_where_they_would_be_used() {
-    let mut config = with(qwen3(), "use_sliding_window", json!(true));
-    // A null window is none; a window that begins after the last layer is none.
-    assert!(parse(&config).is_ok());
-    config["sliding_window"] = json!(1024);
-    assert!(parse(&config).is_ok());
-    config["max_window_layers"] = json!(1);
-    refused(&config, ErrorKind::Unsupported, "use_sliding_window");
-    config["use_sliding_window"] = json!(false);
-    assert!(parse(&config).is_ok());
-    refused(
-        &with(qwen3(), "layer_types", json!(["full_attention"])),
-        ErrorKind::InvalidFile,
-        "layer_types",
-    );
 }
 
 #[test]

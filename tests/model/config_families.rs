@@ -1,4 +1,4 @@
-//! `config.json` of the families Llama, Mistral and Qwen2: every field and every default against
+//! `config.json` of the families Llama, Mistral, Qwen2 and Qwen3: every field and every default against
 //! what Transformers' configuration classes make of the same file, and what is refused by name.
 
 use std::path::Path;
@@ -79,8 +79,7 @@ fn configs_mean_what_they_mean_to_transformers() {
             .map(|part| expected["biases"][part].as_bool().expect("a flag of each part"));
         assert!(q == k && q == v && gate == up && gate == down, "{name}");
         assert_eq!(config.biases, Biases { qkv: q, attention_output: o, mlp: gate }, "{name}");
-        // A window hides nothing from a context of its length; YaRN's extension is counted as
-        // Qwen's cards do.
+        // YaRN's extension is counted as Qwen's cards do.
         let positions = count("max_position_embeddings").expect("a count");
         let scaling = &file["rope_scaling"];
         let stretched = match scaling["type"].as_str() {
@@ -90,8 +89,13 @@ fn configs_mean_what_they_mean_to_transformers() {
             }
             _ => 0,
         };
-        let window = count("sliding_window").unwrap_or(usize::MAX);
-        assert_eq!(config.max_context_tokens, positions.max(stretched).min(window), "{name}");
+        let context = positions.max(stretched);
+        assert_eq!(config.max_context_tokens, context, "{name}");
+        // A window that is as long as the context hides nothing.
+        let windows = expected["sliding_windows"].as_array().expect("one for each layer");
+        let windows = windows.iter().map(|window| window.as_u64().map(|n| n as usize));
+        let windows: Vec<_> = windows.map(|of| of.filter(|&window| window < context)).collect();
+        assert_eq!(config.windows, windows, "{name}");
 
         let rope = config.rope.as_ref().expect("rotary positions");
         let scale = expected["attention_scaling"].as_f64().expect("a number");
@@ -178,6 +182,16 @@ fn wrong_fields_are_refused_by_name() {
         refused(&with(mistral(), "sliding_window", value), invalid, "sliding_window");
     }
     refused(&with(qwen2(), "use_sliding_window", json!(0)), invalid, "use_sliding_window");
+    let windowed = with(qwen2(), "use_sliding_window", json!(true));
+    for value in [json!(0), json!(-1), json!(true), json!("4096"), json!(1_u64 << 40)] {
+        refused(&with(windowed.clone(), "sliding_window", value), invalid, "sliding_window");
+    }
+    for value in [json!(-1), json!(0.5), json!("1")] {
+        refused(&with(windowed.clone(), "max_window_layers", value), invalid, "max_window_layers");
+    }
+    for value in [json!("full_attention"), json!({}), json!(2)] {
+        refused(&with(qwen2(), "layer_types", value), invalid, "layer_types");
+    }
     // Every published Qwen2 names it; what Transformers takes for an absent one (32) fits none of them.
     refused(&without(qwen2(), "num_key_value_heads"), invalid, "num_key_value_heads");
 }
@@ -224,8 +238,6 @@ fn what_would_change_the_computation_is_refused_by_name() {
         ] {
             refused(&with(family.clone(), field, value), unsupported, field);
         }
-        let layers = json!(["full_attention", "sliding_attention"]);
-        refused(&with(family.clone(), "layer_types", layers), unsupported, "sliding_attention");
         let chunked = json!(["chunked_attention", "full_attention"]);
         refused(&with(family.clone(), "layer_types", chunked), unsupported, "chunked_attention");
         let short = with(family, "layer_types", json!(["full_attention"]));
@@ -288,32 +300,78 @@ fn wrong_parameters_of_llama3_rope_are_refused_by_name() {
     refused(&file(with(linear, "factor", json!(0.5))), ErrorKind::InvalidFile, "factor");
 }
 
-/// Mistral's window hides nothing before its length, so the context ends there.
+/// Mistral's window is that of all layers, and leaves the context as it is.
 #[test]
-fn a_window_of_mistral_bounds_the_context() {
-    for (window, positions, context) in
-        [(json!(512), 2048, 512), (json!(4096), 2048, 2048), (Value::Null, 131_072, 131_072)]
-    {
+fn a_window_of_mistral_is_in_all_layers() {
+    let unsupported = ErrorKind::Unsupported;
+    for (window, positions, found) in [
+        (json!(512), 2048, Some(512)),
+        (json!(2047), 2048, Some(2047)),
+        (json!(2048), 2048, None),
+        (Value::Null, 131_072, None),
+    ] {
         let config = with(mistral(), "sliding_window", window);
-        let config = with(config, "max_position_embeddings", json!(positions));
-        assert_eq!(parse(&config).expect("valid").max_context_tokens, context);
+        let config = parse(&with(config, "max_position_embeddings", json!(positions)));
+        let config = config.expect("valid");
+        assert_eq!((config.max_context_tokens, config.windows), (positions, vec![found; 2]));
     }
     let config = with(mistral(), "max_position_embeddings", json!(32_768));
     let bare = parse(&without(config, "sliding_window")).expect("valid");
-    assert_eq!(bare.max_context_tokens, 4096);
-    // In the other families the field means nothing, or is switched off.
+    assert_eq!((bare.max_context_tokens, bare.windows), (32_768, vec![Some(4096); 2]));
+    // A list that says the same is none the worse; one that does not is not what Transformers computes.
+    let windowed = with(mistral(), "sliding_window", json!(512));
+    let types =
+        |config: &Value, types: [&str; 2]| with(config.clone(), "layer_types", json!(types));
+    assert!(parse(&types(&windowed, ["sliding_attention"; 2])).is_ok());
+    assert!(parse(&types(&mistral(), ["full_attention"; 2])).is_ok());
+    for list in [["full_attention"; 2], ["sliding_attention", "full_attention"]] {
+        refused(&types(&windowed, list), unsupported, "layer_types has full_attention");
+    }
+    let list = ["full_attention", "sliding_attention"];
+    refused(&types(&mistral(), list), unsupported, "layer_types has sliding_attention");
+    // Llama has no windows.
     let config = parse(&with(llama(), "sliding_window", json!(64))).expect("valid");
-    assert_eq!(config.max_context_tokens, 2048);
-    assert_eq!(parse(&qwen2()).expect("valid").max_context_tokens, 2048);
+    assert_eq!((config.max_context_tokens, config.windows), (2048, vec![None; 2]));
+    refused(&types(&llama(), list), unsupported, "sliding_attention");
 }
 
 #[test]
-fn windows_of_qwen2_are_refused_where_they_would_be_used() {
-    let mut config = with(qwen2(), "use_sliding_window", json!(true));
-    refused(&config, ErrorKind::Unsupported, "use_sliding_window");
-    assert!(parse(&with(config.clone(), "max_window_layers", json!(2))).is_ok());
-    assert!(parse(&with(config.clone(), "sliding_window", Value::Null)).is_ok());
-    refused(&without(config.clone(), "sliding_window"), ErrorKind::Unsupported, "use_sliding");
-    config["layer_types"] = json!(["full_attention", "full_attention"]);
-    assert!(parse(&config).is_ok());
+fn windows_of_qwen_are_in_the_layers_that_are_named() {
+    let invalid = ErrorKind::InvalidFile;
+    for family in [
+        qwen2(),
+        with(
+            with(qwen2(), "architectures", json!(["Qwen3ForCausalLM"])),
+            "model_type",
+            json!("qwen3"),
+        ),
+    ] {
+        let windows = |config: &Value| parse(config).expect("valid").windows;
+        assert_eq!(windows(&family), [None; 2]);
+        let mut config = with(family.clone(), "use_sliding_window", json!(true));
+        assert_eq!(windows(&config), [None, Some(64)]);
+        assert_eq!(windows(&with(config.clone(), "max_window_layers", json!(0))), [Some(64); 2]);
+        for last in [json!(2), json!(u64::MAX)] {
+            assert_eq!(windows(&with(config.clone(), "max_window_layers", last)), [None; 2]);
+        }
+        assert_eq!(windows(&without(config.clone(), "max_window_layers")), [None; 2]);
+        assert_eq!(windows(&with(config.clone(), "sliding_window", Value::Null)), [None; 2]);
+        // The default of 4096 is longer than the context.
+        assert_eq!(windows(&without(config.clone(), "sliding_window")), [None; 2]);
+        config["layer_types"] = json!(["sliding_attention", "full_attention"]);
+        assert_eq!(windows(&config), [Some(64), None]);
+        config["layer_types"] = json!(["full_attention", "full_attention"]);
+        assert_eq!(windows(&config), [None; 2]);
+        // Transformers finds no window for the layers that are to have one.
+        config["layer_types"] = json!(["full_attention", "sliding_attention"]);
+        let named = "use_sliding_window is not true";
+        refused(&with(config.clone(), "use_sliding_window", json!(false)), invalid, named);
+        refused(
+            &with(config.clone(), "sliding_window", Value::Null),
+            invalid,
+            "sliding_window is null",
+        );
+        config["layer_types"] = json!(["full_attention", "full_attention", "full_attention"]);
+        refused(&config, invalid, "layer_types has 3 entries");
+    }
 }

@@ -273,6 +273,21 @@ fn families_on_cuda_have_the_same_bits_in_any_batch() {
     }
 }
 
+/// A window in one of two layers: shorter than a tile of keys, longer than a segment, and over a cache of
+/// 8-bit floats.
+#[test]
+fn windows_on_cuda_have_the_same_bits_in_any_batch() {
+    for (head_dim, window, longest) in [(128, 50, 700), (64, 150, 700), (128, 1100, 1500)] {
+        let dir = write(TestModel::long_qwen3(11, head_dim).in_window(window));
+        let name = format!("a window of {window}, heads of {head_dim}");
+        check(&dir, &name, &[DType::BF16, DType::F32], longest);
+        let Some(context) = cuda_context() else { return };
+        let model = load_fp8_cache_on_cuda(dir.str(), DType::BF16, context, true).expect("a model");
+        let found = everything(&model, longest);
+        assert_eq!(found.different, 0, "{name}: {:?}", found.first);
+    }
+}
+
 /// GPT-2, with heads of 64 and with sizes that no vector divides.
 #[test]
 fn gpt2_on_cuda_has_the_same_bits_in_any_batch() {

@@ -50,8 +50,12 @@ fn ids(model: &Model, len: usize) -> Vec<u32> {
 
 #[test]
 fn bits_do_not_depend_on_chunks_or_threads() {
-    for family in [Family::Qwen3, Family::Llama] {
-        let dir = TestModel::wide_qwen3(7).of(family).write(Store::BF16);
+    for files in [
+        TestModel::wide_qwen3(7),
+        TestModel::wide_qwen3(7).of(Family::Llama),
+        TestModel::wide_qwen3(7).in_window(40),
+    ] {
+        let dir = files.write(Store::BF16);
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let model = load_fp8_cache(dir.str(), dtype, 1);
             let ids = ids(&model, 150);
@@ -119,6 +123,7 @@ fn decoding_by_steps_on_cuda_is_the_forward_pass() {
         (TestModel::wide_qwen3(5), DType::BF16),
         (TestModel::wide_qwen3(5), DType::F16),
         (TestModel::wide_qwen3(5).of(Family::Llama), DType::BF16),
+        (TestModel::wide_qwen3(5).in_window(20), DType::BF16),
         (TestModel::long_qwen3(5, 64), DType::BF16),
         (TestModel::wide_gpt2(5), DType::BF16),
         (TestModel::wide_gpt2(5), DType::F32),

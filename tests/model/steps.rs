@@ -207,6 +207,14 @@ fn decoding_in_chains_on_cuda_is_the_forward_pass() {
             compare_chain(&model, batch, 1..151);
         }
     }
+    for window in [1, 20, 64] {
+        let dir = TestModel::wide_qwen3(5).in_window(window).write(Store::BF16);
+        let Some(context) = cuda_context() else { return };
+        let model = load_on_cuda(dir.str(), Some(DType::BF16), context).expect("a model");
+        for batch in [1, 2, 3, 5, 9, 33, 130] {
+            compare_chain(&model, batch, 1..151);
+        }
+    }
 }
 
 /// The same with rows as long as those of large models, which other kernels serve.

@@ -206,6 +206,14 @@ impl TestModel {
         Self::with_sizes(seed, (512, 2304, 1000), (4, 2, head_dim), false)
     }
 
+    /// Gives the first layer of a Qwen a sliding window; the second sees all keys.
+    pub fn in_window(mut self, window: usize) -> Self {
+        self.config["use_sliding_window"] = true.into();
+        self.config["sliding_window"] = window.into();
+        self.config["layer_types"] = json!(["sliding_attention", "full_attention"]);
+        self
+    }
+
     fn with_sizes(
         seed: u64,
         (hidden, intermediate, vocab): (usize, usize, usize),

@@ -92,11 +92,11 @@ pub struct ModelConfig {
     pub num_kv_heads: usize,
     /// The dimension of one head; `num_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
-    /// The longest sequence, in tokens, YaRN's extension included. At most the length of a sliding
-    /// window: up to it a window hides nothing.
+    /// The longest sequence, in tokens, YaRN's extension included.
     pub max_context_tokens: usize,
-    /// The length of the sliding window, if that is what ends the context.
-    pub window: Option<usize>,
+    /// The most keys that a query of each layer sees, its own included, `[num_layers]`; `None`: all.
+    /// All windows are shorter than the context.
+    pub windows: Vec<Option<usize>>,
     /// The kind of the norms.
     pub norm: NormKind,
     /// The epsilon of the norms.

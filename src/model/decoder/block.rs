@@ -8,7 +8,7 @@
 //! for each block:
 //!     q, k, v = W_qkv norm(hidden) + b_qkv
 //!     q, k    = rope(q_norm(q)), rope(k_norm(k))          where there are such: each head by itself
-//!     hidden += W_o attention(q, k, v) + b_o
+//!     hidden += W_o attention(q, k, v) + b_o              over all keys, or those of a window
 //!     hidden += W_down act(norm(hidden))                  act: gated or plain
 //! logits  = W_output norm(hidden)
 //! ```
@@ -76,6 +76,8 @@ pub struct AttentionWeights<M, V> {
     pub qkv: LinearWeights<M, V>,
     /// RMSNorm of each query head and of each key head.
     pub qk_norm: Option<QkNormWeights<V>>,
+    /// The most keys that a query sees, its own included; `None`: all.
+    pub window: Option<usize>,
     /// `[hidden_size, q_size]`
     pub output: LinearWeights<M, V>,
 }
@@ -190,7 +192,8 @@ impl AttentionWeights<MatrixPlan, VectorPlan> {
             }
             None => None,
         };
-        Ok(AttentionWeights { qkv, qk_norm, output: self.output.read(reader)? })
+        let (window, output) = (self.window, self.output.read(reader)?);
+        Ok(AttentionWeights { qkv, qk_norm, window, output })
     }
 }
 

@@ -45,8 +45,8 @@ pub(in crate::model) struct DevicePass<'a> {
 
 /// The parts of a pass's task that its record does not hold.
 pub(in crate::model) struct Wanted {
-    /// The attention of every layer: first that of the sequences with one token, then that of the
-    /// others.
+    /// The attention of every layer but for its window: first that of the sequences with one token,
+    /// then that of the others.
     attention: [Option<AttentionOptions>; 2],
     /// Whether all rows are wanted after the last attention, in their order.
     all_rows: bool,
@@ -303,7 +303,7 @@ impl DevicePass<'_> {
                 self.cuda.mark("kv_cache_append", 0, 0.0)?;
             }
         }
-        self.attend_cached(kv, &act.qkv, &act.attn_out)
+        self.attend_cached(block, kv, &act.qkv, &act.attn_out)
     }
 
     /// Computes the attention after the projection for sequences with one new token each, including
@@ -321,7 +321,7 @@ impl DevicePass<'_> {
             block_tables: &self.record.block_tables,
             context_lens: &self.record.context_lens,
             scale: self.config.attention_scale(),
-            window: None,
+            window: block.attention.window,
         };
         let partials = workspace.attention_partials.as_ref();
         if self.linear.projects_in_attention() {
@@ -345,6 +345,7 @@ impl DevicePass<'_> {
     /// Computes `attn_out = attention(q, cache)`, for every sequence up to its new tokens.
     fn attend_cached(
         &self,
+        block: &DeviceBlock,
         kv: &DeviceKvLayer,
         qkv: &DeviceTensor,
         out: &DeviceTensor,
@@ -354,8 +355,10 @@ impl DevicePass<'_> {
         let row_len = qkv.num_elements() as usize / num_tokens.max(1);
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = out.view(0, &[num_tokens, num_heads, stride], None)?;
+        let window = block.attention.window.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
         for part in self.wanted.attention.iter().flatten() {
-            attention(self.context, part, &q, &kv.k, &kv.v, &out)?;
+            let options = AttentionOptions { window, ..*part };
+            attention(self.context, &options, &q, &kv.k, &kv.v, &out)?;
         }
         self.cuda.mark("attention", 0, 0.0)
     }

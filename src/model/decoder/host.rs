@@ -221,7 +221,7 @@ impl Block<HostMatrix, Vec<f32>> {
         let qkv = &self.attention.qkv;
         qkv.forward(backend, act.normed, num_tokens, act.qkv, Store::Overwrite, act.linear)?;
         pass.keep_heads(index, self, rope_table)?;
-        pass.attend(index)?;
+        pass.attend(index, self.attention.window)?;
 
         // After the attention, only the rows whose logits are wanted may be left.
         let (num_rows, act) = (pass.num_rows, &mut pass.act);
@@ -326,10 +326,10 @@ impl Pass<'_> {
         qk_norm_rope_append(self.backend, self.act.qkv, &how, &mut self.kv.layer(layer)?)
     }
 
-    /// Lets every query attend to the keys up to its own position: `act.attn_out = softmax(q k^T /
+    /// Lets every query attend to the keys up to its own position, or to the last `window` of them: `act.attn_out = softmax(q k^T /
     /// sqrt(head_dim)) v` per head (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al.
     /// 2023). After the last layer's attention `num_rows` may be fewer than before.
-    fn attend(&mut self, layer: usize) -> Result<()> {
+    fn attend(&mut self, layer: usize, window: Option<usize>) -> Result<()> {
         let row_stride = self.config.q_size() + 2 * self.config.kv_size();
         attention(
             self.backend,
@@ -343,7 +343,7 @@ impl Pass<'_> {
                 max_blocks_per_seq: self.batch.max_blocks_per_seq,
             },
             self.config.num_heads,
-            (self.config.attention_scale(), None),
+            (self.config.attention_scale(), window),
             self.act.attn_out,
             self.act.attention,
         )?;

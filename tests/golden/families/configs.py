@@ -7,7 +7,7 @@
 configs.json is a list of {name, config, expected}: a config.json and what follows from it. `inv_freq` are the angles per
 position of the pairs of a head, as the bits of float32 in hexadecimal, and `attention_scaling` is the factor of cos and sin,
 both from the rotary embedding of the model's own module. `biases` are those that the model has, in the order of
-q, k, v, o, gate, up, down. `sliding_window` is the window of any layer, or null.
+q, k, v, o, gate, up, down. `sliding_windows` has the window of each layer, or null.
 """
 import json
 import os
@@ -25,7 +25,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def of(family, **more):
-    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     return {"architectures": [names[family]], "model_type": family, **BARE, **more}
 
 
@@ -74,6 +74,15 @@ CASES = [
     ("qwen2, a window that is null", of("qwen2", num_key_value_heads=8, sliding_window=None, use_sliding_window=True, max_window_layers=0)),
     ("qwen2, a window that no layer has", of("qwen2", num_key_value_heads=8, sliding_window=16, use_sliding_window=True, max_window_layers=0,
                                              layer_types=["full_attention"] * 2)),
+    ("qwen2, a window in its last layer", of("qwen2", num_key_value_heads=8, sliding_window=16, use_sliding_window=True, max_window_layers=1)),
+    ("qwen2, a window in all layers", of("qwen2", num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)),
+    ("qwen2, a window in the layers that are named", of("qwen2", num_key_value_heads=8, sliding_window=100, use_sliding_window=True, max_window_layers=1,
+                                                        layer_types=["sliding_attention", "full_attention"])),
+    ("qwen2, a window and no first layer", of("qwen2", num_key_value_heads=8, sliding_window=16, use_sliding_window=True, num_hidden_layers=30)),
+    ("qwen3, a window in its last layer", of("qwen3", num_key_value_heads=8, sliding_window=16, use_sliding_window=True, max_window_layers=1)),
+    ("qwen3, a window in the layers that are named", of("qwen3", num_key_value_heads=8, sliding_window=100, use_sliding_window=True,
+                                                        layer_types=["sliding_attention", "full_attention"])),
+    ("qwen3, a window that is switched off", of("qwen3", num_key_value_heads=8, sliding_window=16, use_sliding_window=False, max_window_layers=0)),
     ("qwen2 asked for biases that it has not", of("qwen2", num_key_value_heads=8, attention_bias=False, mlp_bias=True)),
 ]
 
@@ -86,16 +95,15 @@ def expected(values):
     names = {name for name, _ in model.named_parameters()}
     layer = "model.layers.1."
     parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    if config.model_type == "qwen2":
+    if config.model_type in ("qwen2", "qwen3"):
         windows = [l.self_attn.sliding_window for l in model.model.layers]
-        window = next((w for w in windows if w is not None), None)
     else:
-        window = getattr(config, "sliding_window", None)
+        windows = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     inv_freq = rotary.inv_freq.float()
     assert 2 * len(inv_freq) == attention.head_dim
     return {"head_dim": attention.head_dim, "num_key_value_heads": attention.k_proj.out_features // attention.head_dim,
             "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": model.model.norm.variance_epsilon,
-            "tie_word_embeddings": config.tie_word_embeddings, "sliding_window": window,
+            "tie_word_embeddings": config.tie_word_embeddings, "sliding_windows": windows,
             "biases": [f"{layer}{part}.bias" in names for part in parts],
             "attention_scaling": rotary.attention_scaling, "inv_freq": " ".join(struct.pack(">f", float(f)).hex() for f in inv_freq)}
 

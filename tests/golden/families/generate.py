@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""References for the families Llama, Mistral and Qwen2, computed by PyTorch and Transformers.
+"""References for the families Llama, Mistral and Qwen2, and Qwen3 with windows, computed by PyTorch and Transformers.
 
     pip install torch transformers safetensors numpy
     python generate.py                  # every model; or: generate.py <folder>...
@@ -70,6 +70,11 @@ def qwen2(**more):
             "initializer_range": 0.02, "rms_norm_eps": 1e-6, "use_cache": True, **more}
 
 
+def qwen3(**more):
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "num_hidden_layers": 2, "attention_bias": False,
+            "attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "use_cache": True, **more}
+
+
 # Folder -> (config.json, what else the folder holds). Widths, layers, vocabularies and lengths are smaller than published; ratios, dimensions of
 # heads, constants, and which fields there are, are not. Where `original_max_position_embeddings` is given, the long prompt reaches beyond it.
 MODELS = {
@@ -124,6 +129,17 @@ MODELS = {
                            num_attention_heads=2, num_key_value_heads=2, rope_theta=1000000.0, sliding_window=32, tie_word_embeddings=False, torch_dtype=None,
                            rope_scaling={"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}, use_sliding_window=False,
                            vocab_size=256), {}),
+    # Windows much shorter than the long prompt: in all layers, in those from max_window_layers on, and in those that layer_types names.
+    "mistral-window": (mistral(bos_token_id=1, eos_token_id=2, hidden_size=64, head_dim=128, intermediate_size=224, max_position_embeddings=256,
+                               num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=7,
+                               tie_word_embeddings=False, torch_dtype=None, vocab_size=256), {}),
+    "qwen2.5-window": (qwen2(bos_token_id=250, eos_token_id=251, hidden_size=112, intermediate_size=256, max_position_embeddings=256, max_window_layers=1,
+                             num_attention_heads=7, num_key_value_heads=1, rope_theta=1000000.0, sliding_window=40, tie_word_embeddings=False,
+                             head_dim=64, torch_dtype=None, use_sliding_window=True, vocab_size=256), {}),
+    "qwen3-window": (qwen3(bos_token_id=250, eos_token_id=251, hidden_size=128, head_dim=128, intermediate_size=256, max_position_embeddings=256,
+                           max_window_layers=2, layer_types=["sliding_attention", "full_attention", "sliding_attention"], num_hidden_layers=3,
+                           num_attention_heads=4, num_key_value_heads=2, rope_theta=1000000.0, sliding_window=21, tie_word_embeddings=True,
+                           torch_dtype=None, use_sliding_window=True, vocab_size=256), {}),
 }
 
 
@@ -237,10 +253,17 @@ def mistakes(config, weights, store, ids, rows, full):
         found["no middle band"] = moved({key: {**rope, "low_freq_factor": 4.0, "high_freq_factor": 4.000001}})
         found["no long band"] = moved({key: {**rope, "low_freq_factor": 1e-3}})
         found["original context doubled"] = moved({key: {**rope, "original_max_position_embeddings": 128}})
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if config["model_type"] == "mistral":
         found["a window of 64"] = moved({"sliding_window": 64})
-    if config["model_type"] == "qwen2" and config["sliding_window"]:
+    if config["model_type"] == "qwen2" and window and not config["use_sliding_window"]:
         found["the window is used"] = moved({"use_sliding_window": True, "max_window_layers": 0})
+    if config.get("use_sliding_window") or (window or 64) < 64:
+        found["a key more"] = moved({"sliding_window": window + 1})
+        found["a key less"] = moved({"sliding_window": window - 1})
+    if config.get("use_sliding_window"):
+        found["no window"] = moved({"layer_types": ["full_attention"] * layers})
+        found["windows in all layers"] = moved({"layer_types": ["sliding_attention"] * layers})
     for what, by in found.items():
         assert by > 20 * BAR, (what, by)
     return {what: float(f"{by:.2g}") for what, by in found.items()}

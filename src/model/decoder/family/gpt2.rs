@@ -2,6 +2,7 @@
 //! Transformers 5.17 `configuration_gpt2.py`, whose fields have two names each, and
 //! `modeling_gpt2.py`).
 
+use super::windows;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
@@ -57,18 +58,19 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         .unwrap_or(DEFAULT_LAYER_NORM_EPSILON);
     let intermediate_size =
         fields.optional_count("n_inner", limits::INTERMEDIATE_SIZE)?.unwrap_or(4 * hidden_size);
+    let num_layers = fields.count_of(&["n_layer", "num_hidden_layers"], limits::NUM_LAYERS)?;
     Ok(ModelConfig {
         architecture: ARCHITECTURE,
         vocab_size: fields.count("vocab_size", limits::VOCAB_SIZE)?,
         hidden_size,
         intermediate_size,
-        num_layers: fields.count_of(&["n_layer", "num_hidden_layers"], limits::NUM_LAYERS)?,
+        num_layers,
         num_heads,
         num_kv_heads: num_heads,
         head_dim,
         max_context_tokens: fields
             .count_of(&["n_positions", "max_position_embeddings"], limits::POSITIONS)?,
-        window: None,
+        windows: windows::of_all(None, num_layers)?,
         norm: NormKind::Layer,
         norm_eps: norm_eps as f32,
         has_qk_norm: false,
@@ -117,6 +119,7 @@ fn plan_block(
     let attention = AttentionWeights {
         qkv: linear("attn.c_attn", hidden, 3 * hidden, heads)?,
         qk_norm: None,
+        window: None,
         output: linear("attn.c_proj", hidden, hidden, head_inputs)?,
     };
     let mlp = MlpWeights::Plain {

@@ -2,6 +2,7 @@
 //! `configuration_llama.py` and `modeling_llama.py`), and the many models published under its name.
 
 use super::llama_like::{self, Differences, KvHeads};
+use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
 use crate::model::config::{Biases, ModelConfig};
@@ -14,19 +15,18 @@ pub(super) const MODEL_TYPE: &str = "llama";
 /// Reads the sizes and kinds that config.json names. Tensors are found by [`llama_like::plan`].
 /// `pretraining_tp` only divides products into parts and is not read.
 pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
-    llama_like::check_layer_types(fields, llama_like::num_layers(fields)?)?;
     let attention = fields.flag("attention_bias", false)?;
     let mlp = fields.flag("mlp_bias", false)?;
     llama_like::parse(
         fields,
-        &Differences {
+        Differences {
             architecture: ARCHITECTURE,
             default_kv_heads: KvHeads::AsQueries,
             default_head_dim: None,
             default_positions: 2048,
             has_qk_norm: false,
             biases: Biases { qkv: attention, attention_output: attention, mlp },
-            window: None,
+            windows: windows::none(fields, llama_like::num_layers(fields)?)?,
         },
     )
 }

@@ -2,8 +2,7 @@
 //! rotary positions, grouped queries and a gated MLP. A family of this shape is the few things in
 //! which it differs: see [`Differences`].
 
-use serde_json::Value;
-
+use super::windows::Windows;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
@@ -14,7 +13,6 @@ use crate::model::decoder::block::{
     AttentionWeights, Block, Decoder, DecoderPlan, LinearWeights, MlpWeights, NormWeights,
     QkNormWeights,
 };
-use crate::model::folder::shown_name;
 use crate::model::load::plan::Planner;
 use crate::model::load::weights::{MatrixPlan, VectorPlan};
 use crate::ops::linear::{ShardAxis, ShardUnit};
@@ -37,8 +35,8 @@ pub(super) struct Differences {
     pub has_qk_norm: bool,
     /// Which linear layers have biases.
     pub biases: Biases,
-    /// The length of a sliding window over all layers, in tokens.
-    pub window: Option<usize>,
+    /// The sliding window of each layer.
+    pub windows: Windows,
 }
 
 /// See [`Differences::default_kv_heads`].
@@ -52,7 +50,7 @@ pub(super) enum KvHeads {
 }
 
 /// Reads the sizes that config.json names.
-pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelConfig> {
+pub(super) fn parse(fields: Fields<'_>, family: Differences) -> Result<ModelConfig> {
     check_activation(fields, "hidden_act", &["silu", "swish"])?;
     let hidden_size = fields.count("hidden_size", limits::HIDDEN_SIZE)?;
     let num_heads = fields.count("num_attention_heads", limits::NUM_HEADS)?;
@@ -76,8 +74,10 @@ pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelCon
         .optional_count("max_position_embeddings", limits::POSITIONS)?
         .unwrap_or(family.default_positions);
     let rope = RopeConfig::parse(fields, max_position_embeddings, limits::POSITIONS)?;
-    let context_tokens = context_tokens(max_position_embeddings, &rope);
-    let window = family.window.filter(|&window| window < context_tokens);
+    let max_context_tokens = context_tokens(max_position_embeddings, &rope);
+    let mut windows = family.windows;
+    // One that is as long as the context hides nothing.
+    windows.iter_mut().for_each(|of| *of = of.filter(|&window| window < max_context_tokens));
     let norm_eps =
         fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(DEFAULT_RMS_NORM_EPS);
     Ok(ModelConfig {
@@ -89,8 +89,8 @@ pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelCon
         num_heads,
         num_kv_heads,
         head_dim,
-        max_context_tokens: window.unwrap_or(context_tokens),
-        window,
+        max_context_tokens,
+        windows,
         norm: NormKind::Rms,
         norm_eps: norm_eps as f32,
         has_qk_norm: family.has_qk_norm,
@@ -131,55 +131,6 @@ fn context_tokens(max_position_embeddings: usize, rope: &RopeConfig) -> usize {
     max_position_embeddings.max(stretched.min(limits::POSITIONS as f64) as usize)
 }
 
-/// Refuses layers of other kinds than full attention, by `layer_types`. Returns whether the field is
-/// there.
-pub(super) fn check_layer_types(fields: Fields<'_>, num_layers: usize) -> Result<bool> {
-    match fields.get("layer_types") {
-        None => Ok(false),
-        Some(Value::Array(types)) => {
-            if let Some(other) = types.iter().find(|t| t.as_str() != Some("full_attention")) {
-                return Err(Error::unsupported(format!(
-                    "{CONFIG_FILE}: layer type {} is not supported (supported: full_attention)",
-                    shown_name(&other.to_string())
-                )));
-            }
-            if types.len() != num_layers {
-                return Err(Error::invalid_file(format!(
-                    "{CONFIG_FILE}: layer_types has {} entries, but num_hidden_layers is {num_layers}",
-                    types.len()
-                )));
-            }
-            Ok(true)
-        }
-        Some(_) => Err(fields.wrong("layer_types", "a list of names")),
-    }
-}
-
-/// Refuses the sliding windows of Qwen2 and Qwen3, which begin at a certain layer. Published files
-/// carry the fields and switch them off.
-pub(super) fn refuse_qwen_window(fields: Fields<'_>, num_layers: usize) -> Result<()> {
-    if check_layer_types(fields, num_layers)? {
-        return Ok(());
-    }
-    if !fields.flag("use_sliding_window", false)? {
-        return Ok(());
-    }
-    // The window begins at layer max_window_layers; with `null` there is no window.
-    let has_window = fields.get("sliding_window").is_some() || !fields.has("sliding_window");
-    let first = match fields.get("max_window_layers") {
-        None => 28,
-        Some(value) => {
-            value.as_u64().ok_or_else(|| fields.wrong("max_window_layers", "a whole number"))?
-        }
-    };
-    if has_window && first < num_layers as u64 {
-        return Err(Error::unsupported(format!(
-            "{CONFIG_FILE}: use_sliding_window = true is not supported"
-        )));
-    }
-    Ok(())
-}
-
 /// Finds the tensors. Their names begin with `model.`, unless the model was saved without its
 /// output matrix.
 pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
@@ -187,7 +138,8 @@ pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<De
     let tokens = planner.token_matrices(config, &format!("{prefix}embed_tokens.weight"))?;
     let mut blocks = try_with_capacity(config.num_layers, "layers")?;
     for layer in 0..config.num_layers {
-        blocks.push(plan_block(config, planner, &format!("{prefix}layers.{layer}"))?);
+        let window = config.windows.get(layer).copied().flatten();
+        blocks.push(plan_block(config, planner, &format!("{prefix}layers.{layer}"), window)?);
     }
     let final_norm = norm(planner, format!("{prefix}norm.weight"), config.hidden_size)?;
     Ok(Decoder { tokens, position_embedding: None, blocks, final_norm })
@@ -201,6 +153,7 @@ fn plan_block(
     config: &ModelConfig,
     planner: &mut Planner<'_>,
     layer: &str,
+    window: Option<usize>,
 ) -> Result<Block<MatrixPlan, VectorPlan>> {
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let (q, kv) = (config.q_size(), config.kv_size());
@@ -243,6 +196,7 @@ fn plan_block(
             bias: qkv_bias,
         },
         qk_norm,
+        window,
         output: LinearWeights {
             weight: planner.rows(&[(weight("self_attn.o_proj"), hidden)], q)?.sharded(head_inputs),
             bias: output_bias,

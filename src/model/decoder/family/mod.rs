@@ -8,6 +8,7 @@ mod llama_like;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod windows;
 
 use serde_json::Value;
 

@@ -3,6 +3,7 @@
 //! biases.
 
 use super::llama_like::{self, Differences, KvHeads};
+use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
 use crate::model::config::{Biases, ModelConfig};
@@ -14,17 +15,16 @@ pub(super) const MODEL_TYPE: &str = "qwen2";
 
 /// Reads the sizes and kinds that config.json names. Tensors are found by [`llama_like::plan`].
 pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
-    llama_like::refuse_qwen_window(fields, llama_like::num_layers(fields)?)?;
     llama_like::parse(
         fields,
-        &Differences {
+        Differences {
             architecture: ARCHITECTURE,
             default_kv_heads: KvHeads::Required,
             default_head_dim: None,
             default_positions: 32_768,
             has_qk_norm: false,
             biases: Biases { qkv: true, ..Biases::default() },
-            window: None,
+            windows: windows::of_qwen(fields, llama_like::num_layers(fields)?)?,
         },
     )
 }

@@ -2,6 +2,7 @@
 //! `configuration_qwen3.py` and `modeling_qwen3.py`).
 
 use super::llama_like::{self, Differences, KvHeads};
+use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
 use crate::model::config::{Biases, ModelConfig};
@@ -13,18 +14,17 @@ pub(super) const MODEL_TYPE: &str = "qwen3";
 
 /// Reads the sizes and kinds that config.json names. Tensors are found by [`llama_like::plan`].
 pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
-    llama_like::refuse_qwen_window(fields, llama_like::num_layers(fields)?)?;
     let attention = fields.flag("attention_bias", false)?;
     llama_like::parse(
         fields,
-        &Differences {
+        Differences {
             architecture: ARCHITECTURE,
             default_kv_heads: KvHeads::Required,
             default_head_dim: Some(128),
             default_positions: 32_768,
             has_qk_norm: true,
             biases: Biases { qkv: attention, attention_output: attention, mlp: false },
-            window: None,
+            windows: windows::of_qwen(fields, llama_like::num_layers(fields)?)?,
         },
     )
 }
