@@ -4,7 +4,8 @@
  *
  * Reads are those of the weights, and of the keys and values of the cache; computations are the
  * products with both. Activations, norms and the row of the embedding that a token takes are left
- * out: fused kernels hardly move them.
+ * out: fused kernels hardly move them. A model with sliding windows, of which xserv_model_info does
+ * not tell, counts as if every layer saw the whole context.
  */
 
 #ifndef EXAMPLES_BENCH_LIMITS_H
