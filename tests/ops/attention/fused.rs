@@ -282,7 +282,9 @@ impl Sequences {
             let slot = slots[slots.len() - 1];
             let own = slot * row..(slot + 1) * row;
             is_new[own.clone()].fill(true);
-            let bar = 2.0 * unit(self.bench.dtype);
+            // A key is rounded after the norm, each of two products and their difference, and a term may be
+            // several times the typical size.
+            let bar = 3.0 * unit(self.bench.dtype);
             let what = format!("{what}: the key of sequence {seq}");
             let (key, value) = (self.new_key(seq), self.new_value(seq));
             if self.is_fp8 {
