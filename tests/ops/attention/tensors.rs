@@ -61,8 +61,29 @@ impl Case {
         random: &mut Random,
         element: Type,
         heads: Heads,
-        (q_lens, kv_lens): (&[usize], &[usize]),
+        lens: (&[usize], &[usize]),
         causal: bool,
+    ) -> Self {
+        Case::with_mask(random, element, heads, lens, (causal, None))
+    }
+
+    /// A causal case with a window.
+    pub(super) fn in_window(
+        random: &mut Random,
+        element: Type,
+        heads: Heads,
+        lens: (&[usize], &[usize]),
+        window: usize,
+    ) -> Self {
+        Case::with_mask(random, element, heads, lens, (true, Some(window)))
+    }
+
+    fn with_mask(
+        random: &mut Random,
+        element: Type,
+        heads: Heads,
+        (q_lens, kv_lens): (&[usize], &[usize]),
+        (causal, window): (bool, Option<usize>),
     ) -> Self {
         let (num_heads, num_kv_heads, dim) = heads;
         let mut normals = |lens: &[usize], heads: usize| {
@@ -71,18 +92,11 @@ impl Case {
         let q = normals(q_lens, num_heads);
         let (k, v) = (normals(kv_lens, num_kv_heads), normals(kv_lens, num_kv_heads));
         let (q_lens, kv_lens) = (q_lens.to_vec(), kv_lens.to_vec());
-        let (stored, window, want) = (element, None, Vec::new());
+        let (stored, want) = (element, Vec::new());
         let mut case =
             Case { q_lens, kv_lens, heads, element, stored, causal, window, q, k, v, want };
         case.want = case.expected((dim as f64).powf(-0.5));
         case
-    }
-
-    /// Returns the causal case with a window.
-    pub(super) fn in_window(mut self, window: usize) -> Case {
-        (self.causal, self.window) = (true, Some(window));
-        self.want = self.expected((self.heads.2 as f64).powf(-0.5));
-        self
     }
 
     /// Returns the last `count` queries of each sequence over the same keys.

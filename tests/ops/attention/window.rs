@@ -26,7 +26,7 @@ fn batched_and_paged() {
                 let num_seqs = if q_len * kv_len > 4000 { 1 } else { 2 };
                 let (q_lens, kv_lens) = ([q_len; 2], [kv_len; 2]);
                 let lens = (&q_lens[..num_seqs], &kv_lens[..num_seqs]);
-                let case = Case::new(&mut random, element, heads, lens, true).in_window(window);
+                let case = Case::in_window(&mut random, element, heads, lens, window);
                 for context in &contexts {
                     let is_fused = context.name == "cpu" || FUSED_DIMS.contains(&dim);
                     let auto = XSERV_ATTENTION_AUTO;
@@ -52,8 +52,7 @@ fn prompts() {
     for (n, window) in WINDOWS.into_iter().enumerate() {
         for (m, element) in FLOATS.into_iter().enumerate() {
             let heads = [(4, 2, 128), (2, 1, 64), (2, 2, [80, 96, 256][n % 3])][(n + m) % 3];
-            let case = Case::new(&mut random, element, heads, (&lens.0, &lens.1), true);
-            let case = case.in_window(window);
+            let case = Case::in_window(&mut random, element, heads, (&lens.0, &lens.1), window);
             let poisoned = case.poisoned(&[2, 4]);
             for context in &contexts {
                 case.packed(context, XSERV_ATTENTION_AUTO);
@@ -73,13 +72,16 @@ fn decoding() {
     let q_lens = [1, 1, 1, 0, 1, 1, 1];
     let kv_lens = [1, 0, 256, 40, 257, 3001, 33];
     for (n, dim) in FUSED_DIMS.into_iter().enumerate() {
-        for element in FLOATS {
-            for window in [1, 31, 32, 250, 256, 300, 1500] {
+        for (m, element) in FLOATS.into_iter().enumerate() {
+            // Each type and length takes a third of them.
+            for window in
+                [1, 31, 32, 250, 256, 300, 700, 1500].into_iter().skip((n + m) % 3).step_by(3)
+            {
                 let heads = [(8, 1, dim), (2, 2, dim), (9, 1, dim)][n % 3];
                 let lens = (&q_lens[..], &kv_lens[..]);
-                let case = Case::new(&mut random, element, heads, lens, true).in_window(window);
-                let stored = Case::new(&mut random, element, heads, lens, true);
-                let stored = stored.stored_as(Type::Fp8).in_window(window);
+                let case = Case::in_window(&mut random, element, heads, lens, window);
+                let stored = Case::in_window(&mut random, element, heads, lens, window);
+                let stored = stored.stored_as(Type::Fp8);
                 for context in &contexts {
                     let found = case.packed(context, XSERV_ATTENTION_SPLIT_KV);
                     let blocks = ([16, 64][n % 2], true);
@@ -103,8 +105,9 @@ fn prompts_over_a_cache_of_8_bits() {
     for (n, dim) in FUSED_DIMS.into_iter().enumerate() {
         for (element, window) in FLOATS.into_iter().zip([20, 64, 200]) {
             let heads = [(4, 2, dim), (5, 1, dim)][n % 2];
-            let case = Case::new(&mut random, element, heads, (&ragged.0, &ragged.1), true);
-            let case = case.stored_as(Type::Fp8).in_window(window);
+            let lens = (&ragged.0[..], &ragged.1[..]);
+            let case = Case::in_window(&mut random, element, heads, lens, window);
+            let case = case.stored_as(Type::Fp8);
             for context in &contexts {
                 case.paged(context, &mut random, XSERV_ATTENTION_AUTO, (32, true));
             }
@@ -123,8 +126,8 @@ fn a_row_has_the_same_bits_beside_any_others_on_cuda() {
         for (m, element) in FLOATS.into_iter().enumerate() {
             for window in [1, 50, 64, 127, 200, 260] {
                 let heads = [(4, 2, dim), (3, 1, dim)][(n + m) % 2];
-                let case = Case::new(&mut random, element, heads, (&lens.0, &lens.1), true);
-                let case = case.in_window(window);
+                let lens = (&lens.0[..], &lens.1[..]);
+                let case = Case::in_window(&mut random, element, heads, lens, window);
                 let row = heads.0 * dim;
                 let whole = case.packed(&context, XSERV_ATTENTION_FLASH);
                 for count in [1, 37, 64, 130] {
