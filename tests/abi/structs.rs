@@ -309,8 +309,16 @@ fn structs_only_grow_at_their_end() {
     assert!(today.len() > 150, "only {} fields", today.len());
     for include in kept_headers() {
         for (name, (size, offset)) in layout(&include) {
-            let (size_now, offset_now) =
-                *today.get(&name).unwrap_or_else(|| panic!("{name} is gone"));
+            let found = today.get(&name).copied();
+            if let (None, Some((owner, "reserved"))) = (found, name.split_once('.')) {
+                // All of its bytes may have got a meaning, which 0 leaves unused.
+                let mut fields = today
+                    .iter()
+                    .filter(|(field, _)| field.split_once('.').is_some_and(|(of, _)| of == owner));
+                assert!(fields.any(|(_, &place)| place == (size, offset)), "{name} is gone");
+                continue;
+            }
+            let (size_now, offset_now) = found.unwrap_or_else(|| panic!("{name} is gone"));
             if name.contains(".reserved") {
                 // Some of its bytes may have got a meaning, which 0 leaves unused.
                 let (end, end_now) = (offset + size, offset_now + size_now);
