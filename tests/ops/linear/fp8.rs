@@ -157,7 +157,8 @@ fn products_of_fp8_in_blocks_on_cuda() {
 fn prompts_in_fp8_on_cuda_have_the_results_of_few_tokens() {
     let Some(context) = context() else { return };
     let dtype = DType::BF16;
-    for (epilogue, (n, k), num_tokens) in [
+    let formats = [(128, DType::F32, 128), (128, DType::BF16, 24), (ROW, DType::F32, 1)];
+    for (case, (epilogue, (n, k), num_tokens)) in [
         (Epilogue::AddResidual, (4096, 12_288), 512),
         (Epilogue::AddResidual, (4096, 12_288), 300),
         (Epilogue::AddResidual, (4096, 4096), 250),
@@ -166,10 +167,12 @@ fn prompts_in_fp8_on_cuda_have_the_results_of_few_tokens() {
         (Epilogue::Store, (6144, 4096), 2050),
         (Epilogue::Store, (4090, 776), 1000),
         (Epilogue::SwiGlu, (2045, 1032), 1000),
-    ] {
-        for (group_size, scale, scale_rows) in
-            [(128, DType::F32, 128), (128, DType::BF16, 24), (ROW, DType::F32, 1)]
-        {
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        // Blocks and rows with every epilogue; the large weights take long to make.
+        for (group_size, scale, scale_rows) in [formats[case % 3], formats[(case + 1) % 3]] {
             let what = format!("{epilogue:?} {n} x {k}, groups {group_size}, {num_tokens} tokens");
             let mut bench = Bench::with_room(&context, dtype, (n + k) as u64, 512 << 20);
             let is_gated = epilogue == Epilogue::SwiGlu;
