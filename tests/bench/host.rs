@@ -162,6 +162,7 @@ fn attentions<T: Storage>(bench: &Bench, backend: &CpuBackend) {
                 head_dim,
                 scale: 0.088,
                 causal: true,
+                window: None,
                 sequences: Sequences::Batch { num_seqs: 1, q_len, kv_len },
             };
             let work = match q_len {
