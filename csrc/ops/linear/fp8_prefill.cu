@@ -7,11 +7,12 @@
 // and added up in f32: the sums of the tensor cores keep about 14 bits. While one group of warps
 // does that, the tensor cores work for the others.
 //
-// What limits the stages is what a multiprocessor can receive, about 37 bytes a clock of an H200, and then
-// the power of the card: so tiles are as large as the registers allow. In those of 256 rows the two
-// halves are multiplied one after the other, as products and sums of all rows would not fit. (It
-// does not help that two blocks with the same rows each copy one half of W to both, which must receive
-// as much, nor that a group has the products of two stages under way.)
+// Stages of every shape take as long as a multiprocessor of an H200 needs for 36 to 38 bytes a clock, with
+// zeros as operands; with numbers the power of the card limits them. So tiles are as large as the
+// registers allow. In those of 256 rows the two halves are multiplied one after the other, as products
+// and sums of all rows would not fit. (It does not help that two blocks with the same rows each copy
+// one half of W to both, which receive as much, nor that a group has the products of two stages under
+// way.)
 //
 // Tokens are the rows of the products so that a thread has two of them, whose scales stay in registers
 // for a stage. Rows of W are the columns, of which a thread has a quarter; a warp beside looks ahead

@@ -326,9 +326,10 @@ impl Pass<'_> {
         qk_norm_rope_append(self.backend, self.act.qkv, &how, &mut self.kv.layer(layer)?)
     }
 
-    /// Lets every query attend to the keys up to its own position, or to the last `window` of them: `act.attn_out = softmax(q k^T /
-    /// sqrt(head_dim)) v` per head (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al.
-    /// 2023). After the last layer's attention `num_rows` may be fewer than before.
+    /// Lets every query attend to the keys up to its own position, or to the last `window` of them:
+    /// `act.attn_out = softmax(q k^T / sqrt(head_dim)) v` per head (Vaswani et al. 2017, section 3.2.1;
+    /// grouped queries: Ainslie et al. 2023). After the last layer's attention `num_rows` may be fewer
+    /// than before.
     fn attend(&mut self, layer: usize, window: Option<usize>) -> Result<()> {
         let row_stride = self.config.q_size() + 2 * self.config.kv_size();
         attention(

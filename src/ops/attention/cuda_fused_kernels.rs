@@ -4,7 +4,7 @@ use crate::backend::cuda::{kernels, KernelByHalf};
 #[cfg(test)]
 use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 use crate::ops::attention::cuda_flash::tile_stride;
-use crate::ops::attention::cuda_params::GROUP_HEADS;
+use crate::ops::attention::cuda_params::{GROUP_HEADS, TILE_KEYS};
 
 /// A kernel of attention for sequences with one new token.
 pub(super) struct FusedKernel {
@@ -17,8 +17,6 @@ pub(super) struct FusedKernel {
 
 /// The blocks of the largest cluster.
 const MAX_CLUSTER: i64 = 16;
-/// The keys or values that a warp copies at once.
-pub(super) const TILE_KEYS: i64 = 16;
 
 /// Returns the kernel for heads of `head_dim` elements, if it is compiled: that of clusters or that
 /// of chunks, for a cache that stores 8-bit floats or one of the heads' dtype.

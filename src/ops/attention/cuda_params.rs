@@ -43,6 +43,9 @@ pub(super) fn window_or_none(window: Option<i64>) -> i32 {
     window.unwrap_or(NO_WINDOW).min(NO_WINDOW) as i32
 }
 
+/// The keys or values that a warp of these kernels copies at once (`csrc/ops/attention/cache_tile.cuh`).
+pub(super) const TILE_KEYS: i64 = 16;
+
 /// The number of query heads of a kv head that a block of the kernels for one query per sequence
 /// serves; they take it from here.
 pub(in crate::ops) const GROUP_HEADS: i64 = 8;

@@ -9,7 +9,9 @@ use crate::memory::DType;
 #[cfg(test)]
 use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 use crate::ops::attention::cuda_flash::tile_stride;
-use crate::ops::attention::cuda_params::{count, grid_extent, AttentionParams, GROUP_HEADS};
+use crate::ops::attention::cuda_params::{
+    count, grid_extent, AttentionParams, GROUP_HEADS, TILE_KEYS,
+};
 use crate::ops::attention::{Form, Problem};
 
 kernel_struct! {
@@ -54,10 +56,8 @@ fn max_chunks(max_kv_len: i64) -> i64 {
     up_to(2048, 256).max(up_to(8192, 512)).max(up_to(65536, 1024)).max(long)
 }
 
-/// The keys of a tile of the kernel. The chunks of a window begin with the tile in which it begins.
-const TILE_KEYS: i64 = 16;
-
-/// Returns the most keys that the chunks of a sequence divide.
+/// Returns the most keys that the chunks of a sequence divide: those of a window begin with the tile in
+/// which it begins.
 fn max_divided(problem: &Problem<'_>) -> i64 {
     problem.max_kv_len.min(problem.max_seen() + TILE_KEYS - 1)
 }

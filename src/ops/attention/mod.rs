@@ -15,8 +15,8 @@
 //! With `causal` query i of a sequence sees keys up to `p = kv_len - q_len + i`, and with a `window`
 //! w (Beltagy et al. 2020, section 3.1) of these the last w alone, `p - w + 1 ..= p`; otherwise all.
 //! A query that sees no key gives zeros. Tiles of keys that no query of a tile sees are not read;
-//! keys beside those that are seen may be. The contents of the index arrays are checked on the CPU; on CUDA
-//! they lie on the device, and the kernels access nothing outside the tensors.
+//! keys beside those that are seen may be. The contents of the index arrays are checked on the CPU;
+//! on CUDA they lie on the device, and the kernels access nothing outside the tensors.
 
 pub mod cpu_flash;
 pub mod cpu_naive;

@@ -1,7 +1,9 @@
 //! Products to whose rows a bias is added: the sum is rounded once, whichever implementation computes it.
 
 use crate::support::device::{assert_rounded, cuda_context, last_place, product, round, Bench};
-use crate::support::DTYPES;
+use crate::support::{Random, DTYPES};
+use xserv::backend::ComputeContext;
+use xserv::memory::{DType, Device, ElementType, Tensor};
 use xserv::ops::gemm::{gemm_with_bias, GemmBackend, GemmOptions, SumOrder};
 
 #[test]
@@ -56,10 +58,36 @@ fn a_bias_is_added_before_the_sum_is_rounded() {
     }
 }
 
+/// Every second number of a vector, which no library adds by itself.
+#[test]
+fn a_bias_with_gaps_is_added_on_the_cpu() {
+    let context = ComputeContext::cpu(2, usize::MAX).expect("a context");
+    let (m, n, k) = (7, 33, 40);
+    let mut random = Random::new(5);
+    let [mut a, mut b, mut bias] = [m * k, n * k, 2 * n].map(|len| random.normals(len));
+    let mut c = vec![f32::NAN; m * n];
+    let tensor = |values: &mut [f32], shape: &[usize], strides: Option<&[i64]>| {
+        let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+        let (data, element) = (values.as_mut_ptr().cast(), ElementType::Float(DType::F32));
+        // SAFETY: the values are alive until the end of the test, and as many as the layout spans.
+        unsafe { Tensor::from_raw(data, element, Device::Cpu, &shape, strides, "a test") }.unwrap()
+    };
+    let operands = (tensor(&mut a, &[m, k], None), tensor(&mut b, &[n, k], None));
+    let (bias_tensor, out) = (tensor(&mut bias, &[n], Some(&[2])), tensor(&mut c, &[m, n], None));
+    let options = GemmOptions { transpose_b: true, ..GemmOptions::default() };
+    gemm_with_bias(&context, &options, &operands.0, &operands.1, &bias_tensor, &out).unwrap();
+    for (i, &got) in c.iter().enumerate() {
+        let (x, w) = (&a[i / n * k..][..k], &b[i % n * k..][..k]);
+        let sum: f64 = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum();
+        let want = sum + f64::from(bias[2 * (i % n)]);
+        assert!((f64::from(got) - want).abs() <= 4e-6 * (want.abs() + (k as f64).sqrt()), "{i}");
+    }
+}
+
 #[test]
 fn a_bias_that_does_not_fit_is_refused() {
     let Some(context) = cuda_context() else { return };
-    let mut bench = Bench::new(&context, xserv::memory::DType::F32, 1);
+    let mut bench = Bench::new(&context, DType::F32, 1);
     let ((a, _), (b, _)) = (bench.filled(&[3, 8], 1.0, 0.0), bench.filled(&[5, 8], 1.0, 0.0));
     let ((bias, _), (short, _)) = (bench.filled(&[5], 1.0, 0.0), bench.filled(&[4], 1.0, 0.0));
     let out = bench.poisoned(&[3, 5]);
