@@ -83,6 +83,7 @@ fn multiply(
     c: &Tensor,
 ) -> Result<()> {
     let (a_named, b_named, c_named) = (("a", a), ("b", b), ("c", c));
+    // Without a bias A is checked twice.
     let bias_named = ("bias", bias.unwrap_or(a));
     let dtype = check::float(a_named)?;
     check::same_type(&[a_named, b_named, c_named, bias_named])?;
