@@ -46,6 +46,7 @@ pub mod common;
 pub mod copy;
 pub mod elementwise;
 pub mod embedding;
+pub mod experts;
 pub mod fill;
 pub mod gemm;
 pub mod grad_check;

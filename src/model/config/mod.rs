@@ -15,6 +15,7 @@ use crate::error::{check_room_for_json, Error, Result};
 use crate::memory::DType;
 use crate::model::folder::shown_name;
 use crate::model::quantised::QuantConfig;
+use crate::ops::experts::Routing;
 use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use fields::Fields;
 pub use rope::{ByWavelength, RopeConfig, RopeScaling, YarnConfig};
@@ -38,6 +39,8 @@ pub mod limits {
     pub const HEAD_DIM: usize = 256;
     /// The limit of the number of entries of the vocabulary.
     pub const VOCAB_SIZE: usize = 1 << 22;
+    /// The limit of the number of experts of a layer.
+    pub const NUM_EXPERTS: usize = 1024;
     /// The limit of the context length in tokens.
     pub const POSITIONS: usize = 1 << 24;
 }
@@ -71,6 +74,17 @@ pub struct Biases {
     pub mlp: bool,
 }
 
+/// The mixtures of experts of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertsConfig {
+    /// How tokens choose their experts.
+    pub routing: Routing,
+    /// The width of an expert's MLP.
+    pub width: usize,
+    /// Which layers have one instead of an MLP, `[num_layers]`; at least one does.
+    pub layers: Vec<bool>,
+}
+
 /// The structure of a model, whatever its family. All counts are at least 1 and within [`limits`];
 /// `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
@@ -82,7 +96,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
-    /// The width of the MLP.
+    /// The width of the MLP of layers without experts.
     pub intermediate_size: usize,
     /// The number of transformer layers.
     pub num_layers: usize,
@@ -103,8 +117,10 @@ pub struct ModelConfig {
     pub norm_eps: f32,
     /// Whether each head of q and k is normalised.
     pub has_qk_norm: bool,
-    /// The kind of the MLP.
+    /// The kind of the MLP, and of each expert.
     pub mlp: MlpKind,
+    /// The experts that some or all layers have instead of an MLP.
+    pub experts: Option<ExpertsConfig>,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Which linear layers have biases.
@@ -149,12 +165,27 @@ impl ModelConfig {
         self.num_kv_heads * self.head_dim
     }
 
+    /// Returns the experts of a layer, if it has any.
+    pub fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
+        self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true))
+    }
+
+    /// Returns the width of the widest MLP that all tokens pass; 0 if every layer has experts.
+    pub fn dense_mlp_width(&self) -> usize {
+        let is_dense = |layer| self.experts_of(layer).is_none();
+        if (0..self.num_layers).any(is_dense) {
+            self.intermediate_size
+        } else {
+            0
+        }
+    }
+
     /// Returns the number of columns of the first product of the MLP: gate and up together if it is
     /// gated.
     pub(super) fn mlp_up_size(&self) -> usize {
         match self.mlp {
-            MlpKind::Gated => 2 * self.intermediate_size,
-            MlpKind::Plain => self.intermediate_size,
+            MlpKind::Gated => 2 * self.dense_mlp_width(),
+            MlpKind::Plain => self.dense_mlp_width(),
         }
     }
 
@@ -162,7 +193,7 @@ impl ModelConfig {
     /// in place.
     pub(super) fn mlp_act_size(&self) -> usize {
         match self.mlp {
-            MlpKind::Gated => self.intermediate_size,
+            MlpKind::Gated => self.dense_mlp_width(),
             MlpKind::Plain => 0,
         }
     }

@@ -10,6 +10,7 @@
 //!     q, k    = rope(q_norm(q)), rope(k_norm(k))          where there are such: each head by itself
 //!     hidden += W_o attention(q, k, v) + b_o              over all keys, or those of a window
 //!     hidden += W_down act(norm(hidden))                  act: gated or plain
+//!            or the weighted sum of that over the experts that a router chooses
 //! logits  = W_output norm(hidden)
 //! ```
 
@@ -108,6 +109,19 @@ pub enum MlpWeights<M, V> {
         /// `[hidden_size, intermediate_size]`
         down: LinearWeights<M, V>,
     },
+    /// `sum of w_e * W_down,e (silu(W_gate,e x) * (W_up,e x))` over the experts e of each token
+    Experts(ExpertWeights<M>),
+}
+
+/// The weights of a mixture of experts; see [`crate::ops::experts`].
+#[derive(Debug)]
+pub struct ExpertWeights<M> {
+    /// `[num_experts, hidden_size]`
+    pub router: M,
+    /// `[2 * width, hidden_size]` of each expert: gate and up stacked.
+    pub gate_up: Vec<M>,
+    /// `[hidden_size, width]` of each expert.
+    pub down: Vec<M>,
 }
 
 /// The weights before they are read.
@@ -121,12 +135,30 @@ impl<M> TokenMatrices<M> {
 }
 
 impl<M, V> MlpWeights<M, V> {
-    /// The first product and the last.
-    pub fn layers(&self) -> (&LinearWeights<M, V>, &LinearWeights<M, V>) {
-        match self {
-            MlpWeights::Gated { gate_up, down } => (gate_up, down),
-            MlpWeights::Plain { up, down } => (up, down),
-        }
+    /// Returns every matrix that each token is multiplied by, but for a router.
+    pub fn matrices(&self) -> impl Iterator<Item = &M> {
+        let (one, several) = match self {
+            MlpWeights::Gated { gate_up, down } => (Some([&gate_up.weight, &down.weight]), None),
+            MlpWeights::Plain { up, down } => (Some([&up.weight, &down.weight]), None),
+            MlpWeights::Experts(experts) => {
+                (None, Some(experts.gate_up.iter().chain(&experts.down)))
+            }
+        };
+        one.into_iter().flatten().chain(several.into_iter().flatten())
+    }
+
+    /// The same, to be changed.
+    pub fn matrices_mut(&mut self) -> impl Iterator<Item = &mut M> {
+        let (one, several) = match self {
+            MlpWeights::Gated { gate_up, down } => {
+                (Some([&mut gate_up.weight, &mut down.weight]), None)
+            }
+            MlpWeights::Plain { up, down } => (Some([&mut up.weight, &mut down.weight]), None),
+            MlpWeights::Experts(experts) => {
+                (None, Some(experts.gate_up.iter_mut().chain(&mut experts.down)))
+            }
+        };
+        one.into_iter().flatten().chain(several.into_iter().flatten())
     }
 }
 
@@ -206,7 +238,24 @@ impl MlpWeights<MatrixPlan, VectorPlan> {
             MlpWeights::Plain { up, down } => {
                 MlpWeights::Plain { up: up.read(reader)?, down: down.read(reader)? }
             }
+            MlpWeights::Experts(experts) => MlpWeights::Experts(experts.read(reader)?),
         })
+    }
+}
+
+impl ExpertWeights<MatrixPlan> {
+    fn read<R: WeightReader>(&self, reader: &mut R) -> Result<ExpertWeights<R::Matrix>> {
+        let router = reader.matrix(&self.router)?;
+        let mut read = |plans: &[MatrixPlan]| {
+            let mut matrices = try_with_capacity(plans.len(), "experts")?;
+            for plan in plans {
+                matrices.push(reader.matrix(plan)?);
+            }
+            Ok(matrices)
+        };
+        // Those of one kind one after the other: on a device they then lie at equal distances.
+        let (gate_up, down) = (read(&self.gate_up)?, read(&self.down)?);
+        Ok(ExpertWeights { router, gate_up, down })
     }
 }
 

@@ -423,6 +423,7 @@ impl DevicePass<'_> {
                 self.gelu(&act.mlp_up)?;
                 self.linear.add_to(stream, &act.mlp_up, &layer("down_proj", down))
             }
+            MlpWeights::Experts(_) => Err(Error::unsupported("experts on CUDA")),
         }
     }
 

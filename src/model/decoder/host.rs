@@ -229,17 +229,17 @@ impl Block<HostMatrix, Vec<f32>> {
         output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
         pass.norm(&self.mlp_norm)?;
         let Activations { hidden, normed, mlp_up, mlp_act, linear, .. } = &mut pass.act;
-        let (up, down) = self.mlp.layers();
         match &self.mlp {
-            MlpWeights::Gated { .. } => {
+            MlpWeights::Gated { gate_up: up, down } => {
                 let (up, down) = (up.weights(), down.weights());
                 gated_mlp(backend, normed, num_rows, up, down, mlp_up, mlp_act, hidden, linear)
             }
-            MlpWeights::Plain { .. } => {
+            MlpWeights::Plain { up, down } => {
                 up.forward(backend, normed, num_rows, mlp_up, Store::Overwrite, linear)?;
                 activation_in_place(backend, Activation::GeluTanh, mlp_up)?;
                 down.forward(backend, mlp_up, num_rows, hidden, Store::Add, linear)
             }
+            MlpWeights::Experts(_) => Err(Error::unsupported("experts on the CPU")),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::Result;
 use crate::memory::{DType, ElementType};
 use crate::model::config::{MlpKind, ModelConfig, NormKind, RopeConfig};
-use crate::model::decoder::block::{Decoder, DecoderPlan};
+use crate::model::decoder::block::{Decoder, DecoderPlan, LinearWeights, MlpWeights};
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::{device as load, Loader};
 use crate::ops::attention::AttentionPlan;
@@ -32,19 +32,24 @@ fn all_products<'a>(
         is_output: true,
     };
     let blocks = weights.blocks.iter().flat_map(move |block| {
-        let (up, down) = block.mlp.layers();
-        let products = [
-            (&block.attention.qkv, Epilogue::Store),
-            (&block.attention.output, Epilogue::AddResidual),
-            (up, first_of_mlp),
-            (down, Epilogue::AddResidual),
-        ];
-        products.map(|(layer, epilogue)| Product {
+        let product = |layer: &'a LinearWeights<Matrix, DeviceTensor>, epilogue| Product {
             weight: &layer.weight,
             has_bias: layer.bias.is_some(),
             epilogue,
             is_output: false,
-        })
+        };
+        let [up, down] = match &block.mlp {
+            MlpWeights::Gated { gate_up: up, down } | MlpWeights::Plain { up, down } => {
+                [Some(product(up, first_of_mlp)), Some(product(down, Epilogue::AddResidual))]
+            }
+            MlpWeights::Experts(experts) => {
+                let (weight, epilogue) = (&experts.router, Epilogue::Store);
+                [Some(Product { weight, has_bias: false, epilogue, is_output: false }), None]
+            }
+        };
+        let qkv = Some(product(&block.attention.qkv, Epilogue::Store));
+        let output = Some(product(&block.attention.output, Epilogue::AddResidual));
+        [qkv, output, up, down].into_iter().flatten()
     });
     std::iter::once(output).chain(blocks)
 }

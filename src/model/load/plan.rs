@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use crate::error::{try_with_capacity, Result};
+use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::{Checkpoint, Tensor};
 use crate::model::config::ModelConfig;
@@ -36,21 +36,31 @@ impl DecoderPlan {
         Ok(totals)
     }
 
-    /// Returns the matrices of the layers, and not those of tokens.
+    /// Returns the matrices of the layers, and not those of tokens, nor routers, which are too small to
+    /// be worth another format than that of their files.
     fn layer_matrices(&self) -> impl Iterator<Item = &MatrixPlan> {
         self.blocks.iter().flat_map(|block| {
-            let (up, down) = block.mlp.layers();
-            let layers = [&block.attention.qkv, &block.attention.output, up, down];
-            layers.map(|layer| &layer.weight)
+            let attention = [&block.attention.qkv, &block.attention.output];
+            attention.map(|layer| &layer.weight).into_iter().chain(block.mlp.matrices())
+        })
+    }
+
+    fn routers(&self) -> impl Iterator<Item = &MatrixPlan> {
+        self.blocks.iter().filter_map(|block| match &block.mlp {
+            MlpWeights::Experts(experts) => Some(&experts.router),
+            _ => None,
         })
     }
 
     /// Returns in what forms the matrices of the layers are multiplied on the CPU, each form once.
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
-        let mut forms = try_with_capacity(self.layer_matrices().count(), "the forms of weights")?;
-        for matrix in self.layer_matrices() {
+        let mut forms = Vec::new();
+        for matrix in self.layer_matrices().chain(self.routers()) {
             let form = matrix.form();
             if !forms.contains(&form) {
+                forms
+                    .try_reserve(1)
+                    .map_err(|_| Error::out_of_memory("the forms of weights", 1))?;
                 forms.push(form);
             }
         }
@@ -59,12 +69,9 @@ impl DecoderPlan {
 
     fn layer_matrices_mut(&mut self) -> impl Iterator<Item = &mut MatrixPlan> {
         self.blocks.iter_mut().flat_map(|block| {
-            let (up, down) = match &mut block.mlp {
-                MlpWeights::Gated { gate_up, down } => (gate_up, down),
-                MlpWeights::Plain { up, down } => (up, down),
-            };
-            let layers = [&mut block.attention.qkv, &mut block.attention.output, up, down];
-            layers.map(|layer| &mut layer.weight)
+            let attention = [&mut block.attention.qkv, &mut block.attention.output];
+            let mlp = block.mlp.matrices_mut();
+            attention.map(|layer| &mut layer.weight).into_iter().chain(mlp)
         })
     }
 
@@ -173,6 +180,34 @@ impl<'a> Planner<'a> {
             _ => plan.stored_format(),
         };
         Ok(plan)
+    }
+
+    /// Returns expert `index` of a tensor `[num_experts, out_features, in_features]`.
+    pub fn expert_rows(
+        &mut self,
+        name: &str,
+        index: usize,
+        num_experts: usize,
+        (out_features, in_features): (usize, usize),
+    ) -> Result<MatrixPlan> {
+        let mut tensor = self.tensor(name, &[num_experts, out_features, in_features])?;
+        tensor.name = format!("{name}[{index}]");
+        tensor.len_bytes /= num_experts.max(1) as u64;
+        tensor.file_offset += tensor.len_bytes * index as u64;
+        Ok(MatrixPlan {
+            parts: vec![MatrixPart { source: PartSource::Dense(tensor), out_features }],
+            out_features,
+            in_features,
+            layout: MatrixLayout::Rows,
+            shard: ShardAxis::None,
+            quantised: None,
+            is_gated: false,
+        })
+    }
+
+    /// Whether a tensor is in the files.
+    pub fn contains(&self, name: &str) -> bool {
+        self.checkpoint.contains(name)
     }
 
     /// Returns a `Conv1D` weight `[in_features, out_features]`.

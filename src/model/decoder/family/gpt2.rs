@@ -75,6 +75,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         norm_eps: norm_eps as f32,
         has_qk_norm: false,
         mlp: MlpKind::Plain,
+        experts: None,
         tie_word_embeddings: fields.flag("tie_word_embeddings", true)?,
         biases: Biases { qkv: true, attention_output: true, mlp: true },
         rope: None,

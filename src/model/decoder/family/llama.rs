@@ -27,6 +27,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             has_qk_norm: false,
             biases: Biases { qkv: attention, attention_output: attention, mlp },
             windows: windows::none(fields, llama_like::num_layers(fields)?)?,
+            experts: None,
         },
     )
 }

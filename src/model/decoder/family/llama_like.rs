@@ -6,15 +6,16 @@ use super::windows::Windows;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
-    check_activation, declared_dtype, limits, Biases, MlpKind, ModelConfig, NormKind, RopeConfig,
-    RopeScaling, CONFIG_FILE,
+    check_activation, declared_dtype, limits, Biases, ExpertsConfig, MlpKind, ModelConfig,
+    NormKind, RopeConfig, RopeScaling, CONFIG_FILE,
 };
 use crate::model::decoder::block::{
-    AttentionWeights, Block, Decoder, DecoderPlan, LinearWeights, MlpWeights, NormWeights,
-    QkNormWeights,
+    AttentionWeights, Block, Decoder, DecoderPlan, ExpertWeights, LinearWeights, MlpWeights,
+    NormWeights, QkNormWeights,
 };
 use crate::model::load::plan::Planner;
 use crate::model::load::weights::{MatrixPlan, VectorPlan};
+use crate::ops::experts::Routing;
 use crate::ops::linear::{ShardAxis, ShardUnit};
 
 const DEFAULT_RMS_NORM_EPS: f64 = 1e-6;
@@ -37,6 +38,8 @@ pub(super) struct Differences {
     pub biases: Biases,
     /// The sliding window of each layer.
     pub windows: Windows,
+    /// The experts that layers have instead of an MLP.
+    pub experts: Option<ExpertsConfig>,
 }
 
 /// See [`Differences::default_kv_heads`].
@@ -95,6 +98,7 @@ pub(super) fn parse(fields: Fields<'_>, family: Differences) -> Result<ModelConf
         norm_eps: norm_eps as f32,
         has_qk_norm: family.has_qk_norm,
         mlp: MlpKind::Gated,
+        experts: family.experts,
         tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
         biases: family.biases,
         rope: Some(rope),
@@ -131,15 +135,55 @@ fn context_tokens(max_position_embeddings: usize, rope: &RopeConfig) -> usize {
     max_position_embeddings.max(stretched.min(limits::POSITIONS as f64) as usize)
 }
 
+/// Returns how tokens choose `num_experts_per_tok` of `num_experts` experts.
+pub(super) fn routing(num_experts: usize, per_token: usize, renormalises: bool) -> Result<Routing> {
+    Routing::new(num_experts, per_token, renormalises)
+        .map_err(|e| Error::invalid_file(format!("{CONFIG_FILE}: {}", e.message())))
+}
+
+/// What a family calls the tensors of its experts, after the name of the layer.
+pub(super) struct ExpertNames {
+    /// The router, before `.weight`.
+    pub router: &'static str,
+    /// What the experts' names begin with, before their numbers.
+    pub experts: &'static str,
+    /// Gate, up and down of an expert, before `.weight`.
+    pub projections: [&'static str; 3],
+}
+
+/// The names of Qwen's experts.
+pub(super) const EXPERT_NAMES: ExpertNames = ExpertNames {
+    router: "mlp.gate",
+    experts: "mlp.experts",
+    projections: ["gate_proj", "up_proj", "down_proj"],
+};
+
+/// Finds the tensors; see [`plan_named`].
+pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
+    plan_named(config, planner, &EXPERT_NAMES)
+}
+
 /// Finds the tensors. Their names begin with `model.`, unless the model was saved without its
 /// output matrix.
-pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
+pub(super) fn plan_named(
+    config: &ModelConfig,
+    planner: &mut Planner<'_>,
+    names: &ExpertNames,
+) -> Result<DecoderPlan> {
     let prefix = planner.prefix("model.", "embed_tokens.weight");
     let tokens = planner.token_matrices(config, &format!("{prefix}embed_tokens.weight"))?;
     let mut blocks = try_with_capacity(config.num_layers, "layers")?;
     for layer in 0..config.num_layers {
         let window = config.windows.get(layer).copied().flatten();
-        blocks.push(plan_block(config, planner, &format!("{prefix}layers.{layer}"), window)?);
+        let name = format!("{prefix}layers.{layer}");
+        let experts = match config.experts_of(layer) {
+            Some(experts) => {
+                let weights = plan_experts(config.hidden_size, experts, planner, &name, names)?;
+                Some(MlpWeights::Experts(weights))
+            }
+            None => None,
+        };
+        blocks.push(plan_block(config, planner, &name, window, experts)?);
     }
     let final_norm = norm(planner, format!("{prefix}norm.weight"), config.hidden_size)?;
     Ok(Decoder { tokens, position_embedding: None, blocks, final_norm })
@@ -154,6 +198,7 @@ fn plan_block(
     planner: &mut Planner<'_>,
     layer: &str,
     window: Option<usize>,
+    experts: Option<MlpWeights<MatrixPlan, VectorPlan>>,
 ) -> Result<Block<MatrixPlan, VectorPlan>> {
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let (q, kv) = (config.q_size(), config.kv_size());
@@ -179,6 +224,7 @@ fn plan_block(
     let gate_up = |kind: &dyn Fn(&str) -> String| {
         [(kind("mlp.gate_proj"), intermediate), (kind("mlp.up_proj"), intermediate)]
     };
+    let of_mlp = of_mlp && experts.is_none();
     let gate_up_bias = biases(&gate_up(&bias), of_mlp, features)?;
     let down_bias = biases(&[(bias("mlp.down_proj"), hidden)], of_mlp, ShardAxis::None)?;
     let qk_norm = if config.has_qk_norm {
@@ -203,17 +249,55 @@ fn plan_block(
         },
     };
     let mlp_norm = norm(planner, weight("post_attention_layernorm"), hidden)?;
-    let mlp = MlpWeights::Gated {
-        gate_up: LinearWeights {
-            weight: planner.rows(&gate_up(&weight), hidden)?.sharded(features).gated(),
-            bias: gate_up_bias,
-        },
-        down: LinearWeights {
-            weight: planner
-                .rows(&[(weight("mlp.down_proj"), hidden)], intermediate)?
-                .sharded(inputs),
-            bias: down_bias,
+    let mlp = match experts {
+        Some(experts) => experts,
+        None => MlpWeights::Gated {
+            gate_up: LinearWeights {
+                weight: planner.rows(&gate_up(&weight), hidden)?.sharded(features).gated(),
+                bias: gate_up_bias,
+            },
+            down: LinearWeights {
+                weight: planner
+                    .rows(&[(weight("mlp.down_proj"), hidden)], intermediate)?
+                    .sharded(inputs),
+                bias: down_bias,
+            },
         },
     };
     Ok(Block { attention_norm, attention, mlp_norm, mlp })
+}
+
+/// Finds the router and the experts of a layer. Each expert has tensors of its own, unless Transformers 5
+/// has written all experts as one tensor `[num_experts, 2 * width, hidden_size]` and one
+/// `[num_experts, hidden_size, width]`.
+fn plan_experts(
+    hidden: usize,
+    experts: &ExpertsConfig,
+    planner: &mut Planner<'_>,
+    layer: &str,
+    names: &ExpertNames,
+) -> Result<ExpertWeights<MatrixPlan>> {
+    let (num_experts, width) = (experts.routing.num_experts(), experts.width);
+    let router = format!("{layer}.{}.weight", names.router);
+    let router = planner.rows(&[(router, num_experts)], hidden)?;
+    let mut gate_up = try_with_capacity(num_experts, "experts")?;
+    let mut down = try_with_capacity(num_experts, "experts")?;
+    let all = format!("{layer}.{}", names.experts);
+    let stacked = format!("{all}.gate_up_proj");
+    let is_stacked = planner.contains(&stacked);
+    for index in 0..num_experts {
+        let (first, last) = if is_stacked {
+            let rows = planner.expert_rows(&stacked, index, num_experts, (2 * width, hidden))?;
+            let narrowing = format!("{all}.down_proj");
+            (rows, planner.expert_rows(&narrowing, index, num_experts, (hidden, width))?)
+        } else {
+            let [gate, up, narrowing] =
+                names.projections.map(|name| format!("{all}.{index}.{name}.weight"));
+            let rows = planner.rows(&[(gate, width), (up, width)], hidden)?;
+            (rows, planner.rows(&[(narrowing, hidden)], width)?)
+        };
+        gate_up.push(first.sharded(ShardAxis::Out(ShardUnit::Feature)).gated());
+        down.push(last.sharded(ShardAxis::In(ShardUnit::Feature)));
+    }
+    Ok(ExpertWeights { router, gate_up, down })
 }

@@ -6,8 +6,10 @@ mod gpt2;
 mod llama;
 mod llama_like;
 mod mistral;
+mod mixtral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod windows;
 
 use serde_json::Value;
@@ -25,11 +27,17 @@ use crate::model::other_formats::has_no_config;
 use crate::model::quantised::{QuantConfig, OLDER_FILES};
 
 /// The supported families.
-static FAMILIES: [Family; 5] = [
+static FAMILIES: [Family; 7] = [
     Family {
         name: qwen3::ARCHITECTURE,
         model_type: qwen3::MODEL_TYPE,
         parse: qwen3::parse,
+        plan: llama_like::plan,
+    },
+    Family {
+        name: qwen3_moe::ARCHITECTURE,
+        model_type: qwen3_moe::MODEL_TYPE,
+        parse: qwen3_moe::parse,
         plan: llama_like::plan,
     },
     Family {
@@ -49,6 +57,12 @@ static FAMILIES: [Family; 5] = [
         model_type: mistral::MODEL_TYPE,
         parse: mistral::parse,
         plan: llama_like::plan,
+    },
+    Family {
+        name: mixtral::ARCHITECTURE,
+        model_type: mixtral::MODEL_TYPE,
+        parse: mixtral::parse,
+        plan: mixtral::plan,
     },
     Family {
         name: gpt2::ARCHITECTURE,

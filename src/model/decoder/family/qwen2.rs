@@ -25,6 +25,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             has_qk_norm: false,
             biases: Biases { qkv: true, ..Biases::default() },
             windows: windows::of_qwen(fields, llama_like::num_layers(fields)?)?,
+            experts: None,
         },
     )
 }

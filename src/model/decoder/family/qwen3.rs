@@ -25,6 +25,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             has_qk_norm: true,
             biases: Biases { qkv: attention, attention_output: attention, mlp: false },
             windows: windows::of_qwen(fields, llama_like::num_layers(fields)?)?,
+            experts: None,
         },
     )
 }

@@ -85,6 +85,15 @@ pub(super) fn of_qwen(fields: Fields<'_>, num_layers: usize) -> Result<Windows> 
     Ok(windows)
 }
 
+/// Returns the windows of Qwen's mixtures of experts: `sliding_window` holds for all layers if
+/// `use_sliding_window` says so. Transformers does not read `layer_types`, see [`of_mistral`].
+pub(super) fn of_qwen_moe(fields: Fields<'_>, num_layers: usize) -> Result<Windows> {
+    if fields.flag("use_sliding_window", false)? {
+        return of_mistral(fields, num_layers);
+    }
+    none(fields, num_layers)
+}
+
 /// Reads `sliding_window`: its default where there is none, and no window where it is `null`.
 fn sliding_window(fields: Fields<'_>) -> Result<Option<usize>> {
     if !fields.has("sliding_window") {
