@@ -104,8 +104,10 @@ impl ModelFolder {
         let config = &self.config;
         let mut layers = self.plan.weight_forms()?;
         layers.iter_mut().for_each(|form| *form = activations.of_form(*form));
+        let mut routers = self.plan.router_forms()?;
+        routers.iter_mut().for_each(|form| *form = activations.of_form(*form));
         let output = activations.of_form(self.plan.tokens.output().form());
-        let forms = WeightForms { layers: &layers, output };
+        let forms = WeightForms { layers: &layers, routers: &routers, output };
         let workspace =
             Workspace::bytes_for(config, dtype, forms, num_threads, num_tokens, num_logits_rows);
         Ok(MemoryNeeds {

@@ -3,7 +3,7 @@
 //! The buffers grow to the largest pass seen (or reserved) and are then reused, so that
 //! steady-state decoding allocates nothing.
 
-use super::config::ModelConfig;
+use super::config::{ExpertsConfig, MlpKind, ModelConfig};
 use super::device::limits::PassLimits;
 use super::device::model::DeviceModel;
 use super::device::workspace::DeviceWorkspace;
@@ -12,6 +12,7 @@ use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
 use crate::ops::attention::cpu_paged::AttentionScratch;
+use crate::ops::experts::cpu::{ExpertSizes, ExpertsScratch};
 use crate::ops::linear::cpu::{LinearCall, LinearScratch, WeightForm};
 
 /// Buffers for one forward pass at a time.
@@ -26,6 +27,7 @@ pub struct Workspace {
     logits_hidden: HostBuffer,
     linear: LinearScratch,
     attention: AttentionScratch,
+    experts: ExpertsScratch,
     /// The workspace of a model on a device, which replaces all others.
     device: Option<Box<DeviceWorkspace>>,
     host_steps: HostSteps,
@@ -34,8 +36,10 @@ pub struct Workspace {
 /// The forms in which the matrices of a model are multiplied on the CPU.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightForms<'a> {
-    /// Those of the layers, each once.
+    /// Those of the layers, each once, routers aside.
     pub layers: &'a [WeightForm],
+    /// Those of the routers of experts, each once.
+    pub routers: &'a [WeightForm],
     /// That of the output matrix.
     pub output: WeightForm,
 }
@@ -61,6 +65,8 @@ pub(super) struct Activations<'a> {
     pub linear: &'a mut LinearScratch,
     /// The scratch of every attention.
     pub attention: &'a mut AttentionScratch,
+    /// The scratch of every mixture of experts.
+    pub experts: &'a mut ExpertsScratch,
 }
 
 impl Workspace {
@@ -129,7 +135,7 @@ impl Workspace {
         .iter()
         .map(|buffer| buffer.len_bytes())
         .sum();
-        buffers + self.linear.size_bytes() + self.attention.size_bytes()
+        buffers + self.linear.size_bytes() + self.attention.size_bytes() + self.experts.size_bytes()
     }
 
     /// Returns the value that [`Workspace::size_bytes`] reaches with passes of up to `num_tokens`
@@ -146,11 +152,13 @@ impl Workspace {
             .iter()
             .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
             .fold(0, usize::saturating_add);
-        let is_gated = config.mlp_act_size() > 0 && !config.biases.mlp && forms.layers.len() == 1;
+        let is_gated = config.mlp == MlpKind::Gated && forms.layers.len() == 1;
+        let experts = config.experts.as_ref();
         let widest = [
             (config.hidden_size, false),
             (config.q_size(), false),
-            (config.intermediate_size, is_gated),
+            (config.dense_mlp_width(), is_gated && !config.biases.mlp),
+            (experts.map_or(0, |experts| experts.width), is_gated),
         ];
         let products = forms.layers.iter().flat_map(|&form| {
             widest.map(|(in_features, ends_gated_mlp)| LinearCall {
@@ -160,15 +168,29 @@ impl Workspace {
                 ends_gated_mlp,
             })
         });
+        let routers = forms.routers.iter().map(|&form| LinearCall {
+            num_tokens,
+            in_features: config.hidden_size,
+            form,
+            ends_gated_mlp: false,
+        });
         let output = LinearCall {
             num_tokens: num_logits_rows,
             in_features: config.hidden_size,
             form: forms.output,
             ends_gated_mlp: false,
         };
-        let calls = products.chain([output]);
+        let calls = products.chain(routers).chain([output]);
         let linear = LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, calls);
-        activations.saturating_add(linear).saturating_add(AttentionScratch::bytes_for(num_threads))
+        let experts = experts.map_or(0, |experts| {
+            let ExpertsConfig { routing, width, .. } = *experts;
+            let sizes = ExpertSizes { routing, hidden_size: config.hidden_size, width };
+            ExpertsScratch::bytes_for(&sizes, num_tokens)
+        });
+        activations
+            .saturating_add(linear)
+            .saturating_add(AttentionScratch::bytes_for(num_threads))
+            .saturating_add(experts)
     }
 
     pub(super) fn activations(
@@ -189,6 +211,7 @@ impl Workspace {
             logits_hidden: cut(&mut self.logits_hidden, logits_hidden)?,
             linear: &mut self.linear,
             attention: &mut self.attention,
+            experts: &mut self.experts,
         })
     }
 }

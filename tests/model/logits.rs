@@ -259,12 +259,3 @@ fn every_instruction_set() {
         }
     }
 }
-
-#[test]
-fn the_mixture_of_experts_is_refused_by_name() {
-    let Some(dir) = golden::shared_golden() else { return };
-    let path = dir.join("models/qwen3-moe-tiny");
-    let error = Model::open(path.to_str().expect("UTF-8")).expect_err("must be refused");
-    assert_eq!(error.kind(), xserv::error::ErrorKind::Unsupported);
-    assert!(error.message().contains("Qwen3MoeForCausalLM"), "{error}");
-}

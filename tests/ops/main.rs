@@ -12,6 +12,7 @@ mod compute_context;
 mod copy;
 mod elementwise;
 mod embedding;
+mod experts;
 mod fill;
 mod gemm;
 mod golden;

@@ -140,7 +140,13 @@ fn repository() -> &'static Path {
 fn trained() -> Vec<Golden> {
     let mut found = Vec::new();
     if let Some(dir) = shared_golden() {
-        for name in ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"] {
+        for name in [
+            "qwen3-tiny-tied",
+            "qwen3-tiny-untied",
+            "qwen3-tiny-mha",
+            "qwen3-moe-tiny",
+            "gpt2-tiny",
+        ] {
             let refs = dir.join("refs").join(name);
             found.push(Golden::read(name, &dir.join("models").join(name), &refs));
         }

@@ -18,6 +18,7 @@ use crate::model::quantised::QuantConfig;
 use crate::ops::experts::Routing;
 use crate::ops::kv_cache::layout::{KvFormat, KvLayout};
 use fields::Fields;
+pub(super) use rope::DEFAULT_THETA;
 pub use rope::{ByWavelength, RopeConfig, RopeScaling, YarnConfig};
 
 /// The name of the configuration file.

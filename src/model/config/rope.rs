@@ -19,8 +19,8 @@ use serde_json::Map;
 use super::fields::Fields;
 use crate::error::{Error, Result};
 
-/// The theta if config.json gives none: the default of Transformers.
-const DEFAULT_THETA: f64 = 10_000.0;
+/// The theta of most families if config.json gives none: the default of Transformers.
+pub(in crate::model) const DEFAULT_THETA: f64 = 10_000.0;
 /// The number of turns within the original context from which on a pair keeps its frequency (YaRN's
 /// beta).
 const DEFAULT_BETA_FAST: f64 = 32.0;
@@ -87,6 +87,7 @@ impl RopeConfig {
     /// (`rope_parameters` with everything in it).
     pub(in crate::model) fn parse(
         config: Fields<'_>,
+        default_theta: f64,
         max_position_embeddings: usize,
         max_positions: usize,
     ) -> Result<Self> {
@@ -111,7 +112,7 @@ impl RopeConfig {
 
         let theta = match rope.optional_number("rope_theta", 1.0, 1e30)? {
             Some(theta) => theta,
-            None => config.optional_number("rope_theta", 1.0, 1e30)?.unwrap_or(DEFAULT_THETA),
+            None => config.optional_number("rope_theta", 1.0, 1e30)?.unwrap_or(default_theta),
         };
         for fields in [rope, config] {
             if let Some(part) = fields.optional_number("partial_rotary_factor", 0.0, 1.0)? {

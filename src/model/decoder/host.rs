@@ -1,6 +1,6 @@
 //! The forward pass on the CPU.
 
-use super::block::{Block, Decoder, LinearWeights, MlpWeights, NormWeights};
+use super::block::{Block, Decoder, ExpertWeights, LinearWeights, MlpWeights, NormWeights};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::model::batch::ForwardBatch;
@@ -12,6 +12,7 @@ use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
 use crate::ops::embedding::cpu_packed::{embedding, embedding_quantised};
+use crate::ops::experts::cpu::{experts, ExpertMatrices};
 use crate::ops::layer_norm::cpu::layer_norm;
 use crate::ops::linear::cpu::{gated_mlp, linear, LinearScratch, Store, Weights};
 use crate::ops::linear::HostMatrix;
@@ -228,7 +229,8 @@ impl Block<HostMatrix, Vec<f32>> {
         let output = &self.attention.output;
         output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
         pass.norm(&self.mlp_norm)?;
-        let Activations { hidden, normed, mlp_up, mlp_act, linear, .. } = &mut pass.act;
+        let Activations { hidden, normed, mlp_up, mlp_act, linear, experts: scratch, .. } =
+            &mut pass.act;
         match &self.mlp {
             MlpWeights::Gated { gate_up: up, down } => {
                 let (up, down) = (up.weights(), down.weights());
@@ -239,7 +241,12 @@ impl Block<HostMatrix, Vec<f32>> {
                 activation_in_place(backend, Activation::GeluTanh, mlp_up)?;
                 down.forward(backend, mlp_up, num_rows, hidden, Store::Add, linear)
             }
-            MlpWeights::Experts(_) => Err(Error::unsupported("experts on the CPU")),
+            MlpWeights::Experts(ExpertWeights { router, gate_up, down }) => {
+                let of_layer = pass.config.experts_of(index);
+                let routing = of_layer.ok_or_else(|| Error::internal("no experts here"))?.routing;
+                let matrices = ExpertMatrices { router, gate_up, down };
+                experts(backend, normed, num_rows, routing, matrices, hidden, linear, scratch)
+            }
         }
     }
 }

@@ -52,19 +52,15 @@ impl DecoderPlan {
         })
     }
 
-    /// Returns in what forms the matrices of the layers are multiplied on the CPU, each form once.
+    /// Returns in what forms the matrices of the layers, routers aside, are multiplied on the CPU, each
+    /// form once.
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
-        let mut forms = Vec::new();
-        for matrix in self.layer_matrices().chain(self.routers()) {
-            let form = matrix.form();
-            if !forms.contains(&form) {
-                forms
-                    .try_reserve(1)
-                    .map_err(|_| Error::out_of_memory("the forms of weights", 1))?;
-                forms.push(form);
-            }
-        }
-        Ok(forms)
+        forms_of(self.layer_matrices())
+    }
+
+    /// The same of the routers.
+    pub fn router_forms(&self) -> Result<Vec<WeightForm>> {
+        forms_of(self.routers())
     }
 
     fn layer_matrices_mut(&mut self) -> impl Iterator<Item = &mut MatrixPlan> {
@@ -95,6 +91,20 @@ impl DecoderPlan {
         self.layer_matrices_mut().for_each(MatrixPlan::keep_activations);
         self.token_matrices_mut().for_each(MatrixPlan::keep_activations);
     }
+}
+
+/// Returns the forms of some matrices, each once.
+fn forms_of<'a>(matrices: impl Iterator<Item = &'a MatrixPlan>) -> Result<Vec<WeightForm>> {
+    let mut forms = Vec::new();
+    for matrix in matrices {
+        let form = matrix.form();
+        if !forms.contains(&form) {
+            let no_room = |_| Error::out_of_memory("the forms of weights", size_of_val(&form));
+            forms.try_reserve(1).map_err(no_room)?;
+            forms.push(form);
+        }
+    }
+    Ok(forms)
 }
 
 /// Buffers that older versions of the libraries stored: causal masks and rotary frequencies.

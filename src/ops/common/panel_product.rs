@@ -45,6 +45,12 @@ impl ProductScratch {
     pub fn size_bytes(&self) -> usize {
         self.panels.len_bytes() + self.sums.len_bytes()
     }
+
+    /// Makes room for what calls with these needs take.
+    pub fn reserve(&mut self, needs: &ProductNeeds) -> Result<()> {
+        grow::<f32>(&mut self.panels, needs.panels_len, "widened weights")?;
+        grow::<f32>(&mut self.sums, needs.sums_len, "sums of a panel")
+    }
 }
 
 /// The parts of a [`ProductScratch`] that a product needs.

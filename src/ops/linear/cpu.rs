@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::{
-    multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
+    grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
 use crate::ops::common::tile_rows::tiles_bytes;
@@ -67,6 +67,51 @@ impl LinearScratch {
         num_threads: usize,
         calls: impl Iterator<Item = LinearCall>,
     ) -> usize {
+        Needs::new(dtype, isa, num_threads, calls).size_bytes()
+    }
+
+    /// Makes room for a product of up to `num_tokens` rows with `weight`: calls with fewer rows then never
+    /// have the buffers grow. `ends_gated_mlp` is that of [`LinearCall`].
+    pub fn reserve<'a>(
+        &mut self,
+        backend: &CpuBackend,
+        num_tokens: usize,
+        weight: impl Into<HostWeight<'a>>,
+        ends_gated_mlp: bool,
+    ) -> Result<()> {
+        let weight: HostWeight<'_> = weight.into();
+        let (dtype, form) = match weight {
+            HostWeight::Dense(weight) => (weight.dtype(), WeightForm::Dense),
+            HostWeight::Quantised(weight) => {
+                let dtype = if weight.is_rounded() { DType::BF16 } else { DType::F32 };
+                let (format, is_ordered) = (weight.format(), !weight.order().is_empty());
+                (dtype, WeightForm::Quantised { format, is_ordered })
+            }
+        };
+        let in_features = weight.in_features();
+        let call = LinearCall { num_tokens, in_features, form, ends_gated_mlp };
+        let (isa, num_threads) = (backend.isa(), backend.num_threads());
+        let needs = Needs::new(dtype, isa, num_threads, std::iter::once(call));
+        grow::<u8>(&mut self.activations, needs.activations, "activations of a product")?;
+        grow::<u8>(&mut self.tile_sums, needs.tile_sums, "sums of a product")?;
+        self.product.reserve(&needs.product)
+    }
+}
+
+/// The bytes of a [`LinearScratch`].
+struct Needs {
+    activations: usize,
+    product: ProductNeeds,
+    tile_sums: usize,
+}
+
+impl Needs {
+    fn new(
+        dtype: DType,
+        isa: Isa,
+        num_threads: usize,
+        calls: impl Iterator<Item = LinearCall>,
+    ) -> Self {
         let (mut activations, mut product) = (0, ProductNeeds::default());
         let mut tile_sums = 0;
         let mut quantised = QuantisedNeeds::default();
@@ -109,13 +154,15 @@ impl LinearScratch {
             let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
             product = product.max(needs);
         }
-        let activations = activations.max(quantised.activations_bytes());
-        let tile_sums = tile_sums.max(quantised.tile_bytes());
-        product
-            .with_panels(quantised.panels_len())
-            .size_bytes()
-            .saturating_add(activations)
-            .saturating_add(tile_sums)
+        Needs {
+            activations: activations.max(quantised.activations_bytes()),
+            product: product.with_panels(quantised.panels_len()),
+            tile_sums: tile_sums.max(quantised.tile_bytes()),
+        }
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.product.size_bytes().saturating_add(self.activations).saturating_add(self.tile_sums)
     }
 }
 

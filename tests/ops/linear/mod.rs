@@ -1,7 +1,7 @@
 //! Linear layers, in each of their forms.
 
 mod cpu;
-mod cpu_quantised;
+pub mod cpu_quantised;
 mod fp8;
 mod fused;
 mod gemv;

@@ -5,7 +5,7 @@ use super::llama_like::{self, Differences, KvHeads};
 use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
-use crate::model::config::{Biases, ModelConfig};
+use crate::model::config::{Biases, ModelConfig, DEFAULT_THETA};
 
 /// The name in `architectures` of config.json.
 pub(super) const ARCHITECTURE: &str = "LlamaForCausalLM";
@@ -24,6 +24,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_kv_heads: KvHeads::AsQueries,
             default_head_dim: None,
             default_positions: 2048,
+            default_norm_eps: llama_like::DEFAULT_RMS_NORM_EPS,
+            default_theta: DEFAULT_THETA,
             has_qk_norm: false,
             biases: Biases { qkv: attention, attention_output: attention, mlp },
             windows: windows::none(fields, llama_like::num_layers(fields)?)?,

@@ -18,7 +18,8 @@ use crate::model::load::weights::{MatrixPlan, VectorPlan};
 use crate::ops::experts::Routing;
 use crate::ops::linear::{ShardAxis, ShardUnit};
 
-const DEFAULT_RMS_NORM_EPS: f64 = 1e-6;
+/// The epsilon of the norms of most families where config.json has no `rms_norm_eps`.
+pub(super) const DEFAULT_RMS_NORM_EPS: f64 = 1e-6;
 
 /// What sets a family apart from the others of this shape.
 pub(super) struct Differences {
@@ -32,6 +33,10 @@ pub(super) struct Differences {
     pub default_head_dim: Option<usize>,
     /// `max_position_embeddings` where config.json has none.
     pub default_positions: usize,
+    /// `rms_norm_eps` where config.json has none.
+    pub default_norm_eps: f64,
+    /// `rope_theta` where config.json has none.
+    pub default_theta: f64,
     /// Whether each head of q and k is normalised.
     pub has_qk_norm: bool,
     /// Which linear layers have biases.
@@ -76,13 +81,18 @@ pub(super) fn parse(fields: Fields<'_>, family: Differences) -> Result<ModelConf
     let max_position_embeddings = fields
         .optional_count("max_position_embeddings", limits::POSITIONS)?
         .unwrap_or(family.default_positions);
-    let rope = RopeConfig::parse(fields, max_position_embeddings, limits::POSITIONS)?;
+    let rope = RopeConfig::parse(
+        fields,
+        family.default_theta,
+        max_position_embeddings,
+        limits::POSITIONS,
+    )?;
     let max_context_tokens = context_tokens(max_position_embeddings, &rope);
     let mut windows = family.windows;
     // One that is as long as the context hides nothing.
     windows.iter_mut().for_each(|of| *of = of.filter(|&window| window < max_context_tokens));
     let norm_eps =
-        fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(DEFAULT_RMS_NORM_EPS);
+        fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(family.default_norm_eps);
     Ok(ModelConfig {
         architecture: family.architecture,
         vocab_size: fields.count("vocab_size", limits::VOCAB_SIZE)?,
@@ -133,6 +143,21 @@ fn context_tokens(max_position_embeddings: usize, rope: &RopeConfig) -> usize {
         _ => 0.0,
     };
     max_position_embeddings.max(stretched.min(limits::POSITIONS as f64) as usize)
+}
+
+/// Reads the number of experts, which has two names: Transformers 5 takes either in all families, and
+/// writes the first.
+pub(super) fn num_experts(fields: Fields<'_>) -> Result<Option<usize>> {
+    let [first, second] = ["num_local_experts", "num_experts"];
+    match (
+        fields.optional_count(first, limits::NUM_EXPERTS)?,
+        fields.optional_count(second, limits::NUM_EXPERTS)?,
+    ) {
+        (Some(count), Some(other)) if count != other => Err(Error::invalid_file(format!(
+            "{CONFIG_FILE}: {first} is {count}, but {second} is {other}"
+        ))),
+        (count, other) => Ok(count.or(other)),
+    }
 }
 
 /// Returns how tokens choose `num_experts_per_tok` of `num_experts` experts.

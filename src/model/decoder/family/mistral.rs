@@ -6,7 +6,7 @@ use super::llama_like::{self, Differences, KvHeads};
 use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
-use crate::model::config::{Biases, ModelConfig};
+use crate::model::config::{Biases, ModelConfig, DEFAULT_THETA};
 
 /// The name in `architectures` of config.json.
 pub(super) const ARCHITECTURE: &str = "MistralForCausalLM";
@@ -22,6 +22,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_kv_heads: KvHeads::Count(8),
             default_head_dim: None,
             default_positions: 131_072,
+            default_norm_eps: llama_like::DEFAULT_RMS_NORM_EPS,
+            default_theta: DEFAULT_THETA,
             has_qk_norm: false,
             biases: Biases::default(),
             windows: windows::of_mistral(fields, llama_like::num_layers(fields)?)?,

@@ -21,11 +21,15 @@ const EXPERT_NAMES: ExpertNames = ExpertNames {
     projections: ["w1", "w3", "w2"],
 };
 
+/// The names that modules have in Transformers 5, which renames what it reads.
+const RENAMED: ExpertNames =
+    ExpertNames { router: "mlp.gate", experts: "mlp.experts", projections: ["w1", "w3", "w2"] };
+
 /// Reads the sizes and kinds that config.json names. The weights of a token's experts always have the
 /// sum 1.
 pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     let num_layers = llama_like::num_layers(fields)?;
-    let num_experts = fields.optional_count("num_local_experts", limits::NUM_EXPERTS)?.unwrap_or(8);
+    let num_experts = llama_like::num_experts(fields)?.unwrap_or(8);
     let per_token = fields.optional_count("num_experts_per_tok", limits::NUM_EXPERTS)?.unwrap_or(2);
     let window = fields.optional_count("sliding_window", limits::POSITIONS)?;
     llama_like::parse(
@@ -35,6 +39,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_kv_heads: KvHeads::Count(8),
             default_head_dim: None,
             default_positions: 131_072,
+            default_norm_eps: 1e-5,
+            default_theta: 1e6,
             has_qk_norm: false,
             biases: Biases::default(),
             windows: windows::of_all(window, num_layers)?,
@@ -49,5 +55,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
 
 /// Finds the tensors.
 pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
-    llama_like::plan_named(config, planner, &EXPERT_NAMES)
+    let is_renamed = ["", "model."]
+        .into_iter()
+        .any(|prefix| planner.contains(&format!("{prefix}layers.0.{}.weight", RENAMED.router)));
+    llama_like::plan_named(config, planner, if is_renamed { &RENAMED } else { &EXPERT_NAMES })
 }

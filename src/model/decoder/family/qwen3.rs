@@ -5,7 +5,7 @@ use super::llama_like::{self, Differences, KvHeads};
 use super::windows;
 use crate::error::Result;
 use crate::model::config::fields::Fields;
-use crate::model::config::{Biases, ModelConfig};
+use crate::model::config::{Biases, ModelConfig, DEFAULT_THETA};
 
 /// The name in `architectures` of config.json.
 pub(super) const ARCHITECTURE: &str = "Qwen3ForCausalLM";
@@ -22,6 +22,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_kv_heads: KvHeads::Required,
             default_head_dim: Some(128),
             default_positions: 32_768,
+            default_norm_eps: llama_like::DEFAULT_RMS_NORM_EPS,
+            default_theta: DEFAULT_THETA,
             has_qk_norm: true,
             biases: Biases { qkv: attention, attention_output: attention, mlp: false },
             windows: windows::of_qwen(fields, llama_like::num_layers(fields)?)?,

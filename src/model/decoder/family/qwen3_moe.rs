@@ -8,7 +8,9 @@ use super::llama_like::{self, Differences, KvHeads};
 use super::windows;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
-use crate::model::config::{limits, Biases, ExpertsConfig, ModelConfig, CONFIG_FILE};
+use crate::model::config::{
+    limits, Biases, ExpertsConfig, ModelConfig, CONFIG_FILE, DEFAULT_THETA,
+};
 
 /// The name in `architectures` of config.json.
 pub(super) const ARCHITECTURE: &str = "Qwen3MoeForCausalLM";
@@ -26,6 +28,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_kv_heads: KvHeads::Count(4),
             default_head_dim: None,
             default_positions: 32_768,
+            default_norm_eps: llama_like::DEFAULT_RMS_NORM_EPS,
+            default_theta: DEFAULT_THETA,
             has_qk_norm: true,
             biases: Biases { qkv: attention, attention_output: attention, mlp: false },
             windows: windows::of_qwen_moe(fields, num_layers)?,
@@ -36,7 +40,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
 
 /// Reads which layers have experts, and which these are; `None` if no layer has any.
 fn experts(fields: Fields<'_>, num_layers: usize) -> Result<Option<ExpertsConfig>> {
-    let num_experts = fields.optional_count("num_experts", limits::NUM_EXPERTS)?.unwrap_or(128);
+    let num_experts = llama_like::num_experts(fields)?.unwrap_or(128);
     let per_token = fields.optional_count("num_experts_per_tok", limits::NUM_EXPERTS)?.unwrap_or(8);
     let width =
         fields.optional_count("moe_intermediate_size", limits::INTERMEDIATE_SIZE)?.unwrap_or(768);
