@@ -1,7 +1,7 @@
 //! # xserv
 //!
-//! Embeddable LLM inference: opens a Hugging Face folder of Qwen3, Qwen2.5, Llama, Mistral or GPT-2
-//! and generates text, through the C interface of `include/xserv.h`, or from Rust:
+//! Embeddable LLM inference: opens a Hugging Face folder of Qwen3, Qwen2.5, Llama, Mistral, Mixtral or
+//! GPT-2 and generates text, through the C interface of `include/xserv.h`, or from Rust:
 //!
 //! ```
 //! # fn main() -> xserv::Result<()> {

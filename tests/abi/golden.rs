@@ -50,7 +50,13 @@ impl Tensors {
 fn models() -> Vec<(PathBuf, PathBuf)> {
     let mut out = vec![(tiny(), root().join("tests/golden/tiny-qwen3"))];
     if let Some(golden) = shared_golden() {
-        for name in ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"] {
+        for name in [
+            "qwen3-tiny-tied",
+            "qwen3-tiny-untied",
+            "qwen3-tiny-mha",
+            "qwen3-moe-tiny",
+            "gpt2-tiny",
+        ] {
             out.push((golden.join("models").join(name), golden.join("refs").join(name)));
         }
         out.push((golden.join("models/gpt2-tiny-hubnames"), golden.join("refs/gpt2-tiny")));
@@ -215,15 +221,6 @@ fn the_long_prompt() {
     let mut request = greedy(&prompt, 16);
     request.ignore_eos = 1;
     assert_eq!(model.generate(&request).unwrap().ids, ints("greedy_ids"));
-}
-
-#[test]
-fn mixture_of_experts_is_refused_by_name() {
-    let Some(golden) = shared_golden() else { return };
-    let failure =
-        Model::load(&golden.join("models/qwen3-moe-tiny"), &load_options()).err().unwrap();
-    assert_eq!(failure.status, xserv_status::XSERV_STATUS_UNSUPPORTED);
-    assert!(failure.message.contains("Qwen3MoeForCausalLM"), "{}", failure.message);
 }
 
 #[test]

@@ -39,7 +39,13 @@ fn models(families: &[Golden]) -> Vec<std::path::PathBuf> {
     let mut models = vec![tiny()];
     models.extend(families.iter().map(|golden| golden.model_path().into()));
     if let Some(golden) = shared_golden() {
-        let names = ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"];
+        let names = [
+            "qwen3-tiny-tied",
+            "qwen3-tiny-untied",
+            "qwen3-tiny-mha",
+            "qwen3-moe-tiny",
+            "gpt2-tiny",
+        ];
         models.extend(names.map(|name| golden.join("models").join(name)));
     }
     models
@@ -258,10 +264,11 @@ fn what_cannot_be_loaded_cannot_be_planned() {
     fails(&tiny(), too_long, bad, "max_context_tokens");
     let too_small = xserv_load_options { max_context_tokens: 64, kv_cache_tokens: 32, ..base };
     fails(&tiny(), too_small, bad, "kv_cache_tokens is 32");
-    if let Some(golden) = shared_golden() {
-        let unsupported = XSERV_STATUS_UNSUPPORTED;
-        fails(&golden.join("models/qwen3-moe-tiny"), base, unsupported, "Qwen3Moe");
-    }
+    let of_another_family = Copy::new();
+    of_another_family.edit("config.json", |config| {
+        config["architectures"] = serde_json::json!(["Qwen3NextForCausalLM"]);
+    });
+    fails(of_another_family.path(), base, XSERV_STATUS_UNSUPPORTED, "Qwen3Next");
     let of_another_version = Copy::new();
     of_another_version.edit("tokenizer.json", |tokenizer| tokenizer["version"] = "9.0".into());
     fails(of_another_version.path(), base, XSERV_STATUS_UNSUPPORTED, "tokenizer.json");

@@ -276,7 +276,7 @@ fn not_json_at_all() {
 
 #[test]
 fn other_architectures_are_refused_by_name() {
-    for name in ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Qwen3Model", "GPT2Model", ""] {
+    for name in ["Qwen3NextForCausalLM", "Llama4ForCausalLM", "Qwen3Model", "GPT2Model", ""] {
         let config = with(qwen3(), "architectures", json!([name]));
         refused(&config, ErrorKind::Unsupported, name);
     }

@@ -1,4 +1,4 @@
-//! `config.json` of the families Llama, Mistral, Qwen2 and Qwen3: every field and every default against
+//! `config.json` of the families Llama, Mistral, Qwen2 and Qwen3, and of mixtures of experts: every field and every default against
 //! what Transformers' configuration classes make of the same file, and what is refused by name.
 
 use std::path::Path;
@@ -65,7 +65,7 @@ fn cases() -> Vec<Value> {
 #[test]
 fn configs_mean_what_they_mean_to_transformers() {
     let cases = cases();
-    assert!(cases.len() >= 32);
+    assert!(cases.len() >= 56);
     for case in &cases {
         let (name, file, expected) = (&case["name"], &case["config"], &case["expected"]);
         let config = parse(file).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -96,6 +96,16 @@ fn configs_mean_what_they_mean_to_transformers() {
         let windows = windows.iter().map(|window| window.as_u64().map(|n| n as usize));
         let windows: Vec<_> = windows.map(|of| of.filter(|&window| window < context)).collect();
         assert_eq!(config.windows, windows, "{name}");
+
+        let experts = config.experts.as_ref().map(|experts| {
+            let routing = experts.routing;
+            json!({
+                "num_experts": routing.num_experts(), "per_token": routing.experts_per_token(),
+                "renormalises": routing.renormalises(), "width": experts.width,
+                "layers": experts.layers,
+            })
+        });
+        assert_eq!(experts.unwrap_or(Value::Null), expected["experts"], "{name}");
 
         let rope = config.rope.as_ref().expect("rotary positions");
         let scale = expected["attention_scaling"].as_f64().expect("a number");
@@ -203,8 +213,8 @@ fn relatives_are_refused_by_name() {
         ("Llama4ForCausalLM", "llama4_text"),
         ("Llama4ForConditionalGeneration", "llama4"),
         ("Ministral3ForCausalLM", "ministral3"),
-        ("MixtralForCausalLM", "mixtral"),
         ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("Qwen3NextForCausalLM", "qwen3_next"),
         ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
         ("LlamaForSequenceClassification", "llama"),
         ("Qwen2ForSequenceClassification", "qwen2"),

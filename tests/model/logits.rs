@@ -147,15 +147,19 @@ fn bf16_greedy_tokens_follow_where_the_margin_is_clear() {
         let model = load(golden.model_path(), Some(DType::BF16), 2);
         let mut driver = Driver::new(&model, blocks_for(&golden));
         let (mut equal, mut total) = (0, 0);
+        // Rounding may have a token choose another expert, at any step: the noise is then that of the
+        // prompt in which this happened to Transformers.
+        let largest = golden.bf16.values().map(|loss| loss.max_abs_diff).fold(0.0, f64::max);
         for greedy in &golden.greedy {
             let Some(loss) = golden.bf16.get(&greedy.name) else { continue };
+            let noise = if model.config().experts.is_some() { largest } else { loss.max_abs_diff };
             let (ids, _) = driver.greedy(&greedy.prompt_ids, usize::MAX, greedy.ids.len());
             total += ids.len();
             let same = ids.iter().zip(&greedy.ids).take_while(|(a, b)| a == b).count();
             equal += same;
             if let Some(margin) = greedy.margins.get(same).filter(|_| same < ids.len()) {
                 assert!(
-                    f64::from(*margin) < 3.0 * loss.max_abs_diff,
+                    f64::from(*margin) < 3.0 * noise,
                     "{} {}: step {same} differs although its margin is {margin}",
                     golden.name,
                     greedy.name

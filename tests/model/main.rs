@@ -17,6 +17,7 @@ mod config;
 mod config_families;
 mod cuda;
 mod deterministic;
+mod experts;
 mod folder;
 mod forward;
 mod fp8_cache;

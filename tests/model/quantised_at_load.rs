@@ -69,6 +69,7 @@ pub fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
         found.push((TRAINED, dir, prompt.ids.clone()));
     }
     let made = [
+        ("Qwen3-MoE", TestModel::wide_qwen3(3).of(Family::Qwen3Moe), Store::BF16),
         ("Llama", TestModel::wide_qwen3(3).of(Family::Llama), Store::F32),
         ("Qwen3 of 24", TestModel::qwen3(3), Store::F16),
         ("GPT-2", TestModel::wide_gpt2(3), Store::F32),

@@ -239,7 +239,9 @@ fn models() -> Vec<(&'static str, TestModel, Vec<u32>)> {
         found.push(("tiny-qwen3", packing::read(golden.model_path()), prompt.ids.clone()));
     }
     let prompt: Vec<u32> = (0..32).map(|i| i * 37 % 1000).collect();
-    for (name, family) in [("Llama", Family::Llama), ("Qwen2", Family::Qwen2)] {
+    for (name, family) in
+        [("Llama", Family::Llama), ("Qwen2", Family::Qwen2), ("Qwen3-MoE", Family::Qwen3Moe)]
+    {
         found.push((name, TestModel::wide_qwen3(5).of(family), prompt.clone()));
     }
     found

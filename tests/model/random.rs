@@ -30,6 +30,8 @@ fn shapes() -> Vec<(&'static str, TestModel)> {
         ("tied llama", tied(TestModel::wide_qwen3(1).of(Family::Llama))),
         ("qwen2", TestModel::qwen3(1).of(Family::Qwen2)),
         ("tied qwen2", tied(TestModel::wide_qwen3(1).of(Family::Qwen2))),
+        ("qwen3 with experts", TestModel::qwen3(1).of(Family::Qwen3Moe)),
+        ("tied qwen3 with experts", tied(TestModel::wide_qwen3(1).of(Family::Qwen3Moe))),
         ("gpt2", TestModel::gpt2(1)),
         ("tied gpt2", tied(TestModel::gpt2(1))),
     ]

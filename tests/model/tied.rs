@@ -65,6 +65,7 @@ fn what_is_counted_is_what_is_loaded() {
         (TestModel::qwen3(1), "model.embed_tokens.weight"),
         (TestModel::qwen3(1).of(Family::Llama), "model.embed_tokens.weight"),
         (TestModel::qwen3(1).of(Family::Qwen2), "model.embed_tokens.weight"),
+        (TestModel::qwen3(1).of(Family::Qwen3Moe), "model.embed_tokens.weight"),
         (TestModel::gpt2(1), "transformer.wte.weight"),
     ] {
         let (absent, numbers) = declared_tied(model.clone(), embedding, Output::Absent);

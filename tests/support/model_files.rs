@@ -163,10 +163,14 @@ pub enum Family {
     Llama,
     /// Without norms of heads, with biases of q, k and v.
     Qwen2,
+    /// With four experts in the second layer, of which a token takes two.
+    Qwen3Moe,
 }
 
 impl Family {
-    pub const ALL: [Family; 3] = [Family::Qwen3, Family::Llama, Family::Qwen2];
+    pub const ALL: [Family; 4] = [Family::Qwen3, Family::Llama, Family::Qwen2, Family::Qwen3Moe];
+    /// Those without experts: where kernels round otherwise, a token may choose others.
+    pub const DENSE: [Family; 3] = [Family::Qwen3, Family::Llama, Family::Qwen2];
 }
 
 /// A model with random weights.
@@ -280,12 +284,15 @@ impl TestModel {
         if family == Family::Qwen3 {
             return self;
         }
+        if family == Family::Qwen3Moe {
+            return self.with_experts();
+        }
         let had_biases = self.config["attention_bias"] == true;
         self.config.as_object_mut().expect("an object").remove("attention_bias");
         self.tensors.retain(|tensor| !tensor.name.contains("self_attn.q_norm"));
         self.tensors.retain(|tensor| !tensor.name.contains("self_attn.k_norm"));
         let with_biases = match family {
-            Family::Qwen3 => unreachable!("returned above"),
+            Family::Qwen3 | Family::Qwen3Moe => unreachable!("returned above"),
             Family::Llama => {
                 self.config["architectures"] = json!(["LlamaForCausalLM"]);
                 self.config["model_type"] = json!("llama");
@@ -317,6 +324,44 @@ impl TestModel {
                     values: (0..len).map(|_| (0.5 * random.signed()) as f32).collect(),
                 });
             }
+        }
+        self
+    }
+
+    /// Puts experts in the place of the MLP of the second layer. Each has the numbers of the MLP at other
+    /// places.
+    fn with_experts(mut self) -> Self {
+        const NUM_EXPERTS: usize = 4;
+        let width = self.tensor("model.layers.1.mlp.down_proj.weight").shape[1];
+        let hidden = self.tensor("model.layers.1.mlp.down_proj.weight").shape[0];
+        let is_moved = |tensor: &TestTensor| tensor.name.starts_with("model.layers.1.mlp.");
+        let (mlp, rest): (Vec<_>, Vec<_>) = self.tensors.into_iter().partition(is_moved);
+        self.tensors = rest;
+        for expert in 0..NUM_EXPERTS {
+            for tensor in &mlp {
+                let name = tensor.name.replace(".mlp.", &format!(".mlp.experts.{expert}."));
+                let mut values = tensor.values.clone();
+                values.rotate_left(expert * 131 % tensor.values.len());
+                self.tensors.push(TestTensor { name, shape: tensor.shape.clone(), values });
+            }
+        }
+        let mut random = Random(NUM_EXPERTS as u64);
+        let router = (0..NUM_EXPERTS * hidden).map(|_| random.signed() as f32).collect();
+        self.tensors.push(TestTensor {
+            name: "model.layers.1.mlp.gate.weight".into(),
+            shape: vec![NUM_EXPERTS, hidden],
+            values: router,
+        });
+        for (field, value) in [
+            ("architectures", json!(["Qwen3MoeForCausalLM"])),
+            ("model_type", json!("qwen3_moe")),
+            ("num_experts", json!(NUM_EXPERTS)),
+            ("num_experts_per_tok", json!(2)),
+            ("moe_intermediate_size", json!(width)),
+            ("norm_topk_prob", json!(true)),
+            ("mlp_only_layers", json!([0])),
+        ] {
+            self.config[field] = value;
         }
         self
     }

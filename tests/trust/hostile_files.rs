@@ -132,7 +132,7 @@ fn configurations(bench: &mut Bench) {
         bench.folder(format!("{field} is {value}"), Refused(BAD, words), set(field, value));
     }
     for (field, value, words) in [
-        ("architectures", json!(["MixtralForCausalLM"]), "MixtralForCausalLM"),
+        ("architectures", json!(["MambaForCausalLM"]), "MambaForCausalLM"),
         ("architectures", json!(["\u{1b}[2J".repeat(5000)]), "architecture"),
         ("quantization_config", json!({"quant_method": "bitsandbytes"}), "bitsandbytes"),
         ("hidden_act", json!("relu"), "hidden_act"),

@@ -1024,11 +1024,11 @@ class Loading(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(MODEL, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
             config = Path(folder) / "config.json"
-            text = config.read_text().replace("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            text = config.read_text().replace("Qwen3ForCausalLM", "Qwen3NextForCausalLM")
             config.write_text(text)
             refused = xserv.inspect(folder)
             self.assertFalse(refused.supported)
-            self.assertIn("Qwen3Moe", refused.unsupported_reason)
+            self.assertIn("Qwen3Next", refused.unsupported_reason)
             with self.assertRaises(xserv.Error) as caught:
                 xserv.Model(folder)
             self.assertEqual(caught.exception.status, "XSERV_STATUS_UNSUPPORTED")

@@ -1,4 +1,4 @@
-"""xserv: runs Qwen3, Qwen2.5, Llama, Mistral and GPT-2 from Hugging Face folders, inside your process.
+"""xserv: runs Qwen3, Qwen2.5, Llama, Mistral, Mixtral and GPT-2 from Hugging Face folders, inside your process.
 
     with xserv.Model("path/to/folder") as model:
         print(model.generate("Once upon a time", max_tokens=64).text)

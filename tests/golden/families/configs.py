@@ -7,7 +7,8 @@
 configs.json is a list of {name, config, expected}: a config.json and what follows from it. `inv_freq` are the angles per
 position of the pairs of a head, as the bits of float32 in hexadecimal, and `attention_scaling` is the factor of cos and sin,
 both from the rotary embedding of the model's own module. `biases` are those that the model has, in the order of
-q, k, v, o, gate, up, down. `sliding_windows` has the window of each layer, or null.
+q, k, v, o, gate, up, down. `sliding_windows` has the window of each layer, or null. `experts` of a mixture are
+their number, how many a token takes, whether their weights have the sum 1, their width, and which layers have them.
 """
 import json
 import os
@@ -25,7 +26,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def of(family, **more):
-    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+             "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
     return {"architectures": [names[family]], "model_type": family, **BARE, **more}
 
 
@@ -84,7 +86,36 @@ CASES = [
                                                         layer_types=["sliding_attention", "full_attention"])),
     ("qwen3, a window that is switched off", of("qwen3", num_key_value_heads=8, sliding_window=16, use_sliding_window=False, max_window_layers=0)),
     ("qwen2 asked for biases that it has not", of("qwen2", num_key_value_heads=8, attention_bias=False, mlp_bias=True)),
+    ("bare qwen3_moe", of("qwen3_moe")),
+    ("qwen3_moe with nulls", of("qwen3_moe", mlp_only_layers=None, rope_scaling=None)),
+    ("Qwen3-30B-A3B", of("qwen3_moe", head_dim=128, num_key_value_heads=4, decoder_sparse_step=1, max_position_embeddings=40960, max_window_layers=48,
+                         mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8, rms_norm_eps=1e-6,
+                         rope_scaling=None, rope_theta=1000000.0, sliding_window=None, use_sliding_window=False)),
+    ("qwen3_moe in the new spelling", of("qwen3_moe", num_local_experts=6, num_experts_per_tok=6, moe_intermediate_size=32,
+                                         rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"})),
+    ("qwen3_moe, every third layer", of("qwen3_moe", num_experts=4, num_experts_per_tok=2, decoder_sparse_step=3, num_hidden_layers=7)),
+    ("qwen3_moe, some layers without", of("qwen3_moe", num_experts=4, num_experts_per_tok=1, decoder_sparse_step=2, mlp_only_layers=[0, 3, 9],
+                                          num_hidden_layers=6, norm_topk_prob=True)),
+    ("qwen3_moe without experts", of("qwen3_moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1, 0], attention_bias=True)),
+    ("qwen3_moe with a window", of("qwen3_moe", num_experts=4, num_experts_per_tok=2, sliding_window=16, use_sliding_window=True, max_window_layers=2)),
+    ("qwen3_moe, the window of no file", of("qwen3_moe", num_experts=4, num_experts_per_tok=2, use_sliding_window=True)),
+    ("qwen3_moe, a window that is switched off", of("qwen3_moe", num_experts=4, num_experts_per_tok=2, sliding_window=16)),
+    ("bare mixtral", of("mixtral")),
+    ("mixtral with nulls", of("mixtral", head_dim=None, sliding_window=None)),
+    ("Mixtral-8x7B", of("mixtral", num_key_value_heads=8, max_position_embeddings=32768, num_experts_per_tok=2, num_local_experts=8, rms_norm_eps=1e-5,
+                        rope_theta=1000000.0, sliding_window=None)),
+    ("mixtral in the new spelling", of("mixtral", num_experts=4, num_experts_per_tok=1, num_key_value_heads=2, head_dim=32, sliding_window=32,
+                                       rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})),
 ]
+
+
+def experts(config, model):
+    layers = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    if True not in layers:
+        return None
+    mlp = model.model.layers[layers.index(True)].mlp
+    return {"num_experts": mlp.experts.num_experts, "per_token": mlp.gate.top_k, "renormalises": getattr(mlp.gate, "norm_topk_prob", True),
+            "width": mlp.experts.intermediate_dim, "layers": layers}
 
 
 def expected(values):
@@ -95,7 +126,7 @@ def expected(values):
     names = {name for name, _ in model.named_parameters()}
     layer = "model.layers.1."
     parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    if config.model_type in ("qwen2", "qwen3"):
+    if config.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         windows = [l.self_attn.sliding_window for l in model.model.layers]
     else:
         windows = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
@@ -103,7 +134,7 @@ def expected(values):
     assert 2 * len(inv_freq) == attention.head_dim
     return {"head_dim": attention.head_dim, "num_key_value_heads": attention.k_proj.out_features // attention.head_dim,
             "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": model.model.norm.variance_epsilon,
-            "tie_word_embeddings": config.tie_word_embeddings, "sliding_windows": windows,
+            "tie_word_embeddings": config.tie_word_embeddings, "sliding_windows": windows, "experts": experts(config, model),
             "biases": [f"{layer}{part}.bias" in names for part in parts],
             "attention_scaling": rotary.attention_scaling, "inv_freq": " ".join(struct.pack(">f", float(f)).hex() for f in inv_freq)}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""References for the families Llama, Mistral and Qwen2, and Qwen3 with windows, computed by PyTorch and Transformers.
+"""References for the families Llama, Mistral and Qwen2, Qwen3 with windows, and mixtures of experts, computed by PyTorch and Transformers.
 
     pip install torch transformers safetensors numpy
     python generate.py                  # every model; or: generate.py <folder>...
@@ -75,6 +75,16 @@ def qwen3(**more):
             "attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "use_cache": True, **more}
 
 
+def qwen3_moe(**more):
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+            "initializer_range": 0.02, "rms_norm_eps": 1e-6, "use_cache": True, "output_router_logits": False, "router_aux_loss_coef": 0.001, **more}
+
+
+def mixtral(**more):
+    return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02,
+            "output_router_logits": False, "rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.02, "use_cache": True, **more}
+
+
 # Folder -> (config.json, what else the folder holds). Widths, layers, vocabularies and lengths are smaller than published; ratios, dimensions of
 # heads, constants, and which fields there are, are not. Where `original_max_position_embeddings` is given, the long prompt reaches beyond it.
 MODELS = {
@@ -140,6 +150,21 @@ MODELS = {
                            max_window_layers=2, layer_types=["sliding_attention", "full_attention", "sliding_attention"], num_hidden_layers=3,
                            num_attention_heads=4, num_key_value_heads=2, rope_theta=1000000.0, sliding_window=21, tie_word_embeddings=True,
                            torch_dtype=None, use_sliding_window=True, vocab_size=256), {}),
+    # As Transformers 5 holds it: the experts of a layer in one tensor, and their number under its other name.
+    "qwen3-30b-a3b": (qwen3_moe(bos_token_id=250, eos_token_id=251, hidden_size=64, head_dim=64, intermediate_size=192, max_position_embeddings=256,
+                                dtype=None, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=1, decoder_sparse_step=1, mlp_only_layers=[],
+                                moe_intermediate_size=48, norm_topk_prob=True, num_experts_per_tok=3, num_local_experts=8, sliding_window=None,
+                                rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"}, tie_word_embeddings=False, use_sliding_window=False,
+                                vocab_size=256), {"fused": True}),
+    # Experts in the second and the last of six layers, whose weights do not have the sum 1.
+    "qwen3-moe-steps": (qwen3_moe(bos_token_id=250, eos_token_id=251, hidden_size=96, intermediate_size=160, max_position_embeddings=256, torch_dtype=None,
+                                  num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=32, decoder_sparse_step=2, mlp_only_layers=[3],
+                                  max_window_layers=6, moe_intermediate_size=64, norm_topk_prob=False, num_experts=6, num_experts_per_tok=2,
+                                  rope_scaling=None, rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=True, use_sliding_window=False,
+                                  vocab_size=256), {}),
+    "mixtral-8x7b": (mixtral(bos_token_id=1, eos_token_id=2, hidden_size=64, intermediate_size=224, max_position_embeddings=256, num_attention_heads=4,
+                             num_hidden_layers=2, num_key_value_heads=1, num_experts_per_tok=2, num_local_experts=8, rope_theta=1000000.0,
+                             sliding_window=None, tie_word_embeddings=False, torch_dtype=None, vocab_size=256), {"shards": 2}),
 }
 
 
@@ -171,14 +196,35 @@ def checksum(weights):
     return f"{total:016x}"
 
 
-def recipe(config):
+def stored_names(config, name, shape, fused):
+    """The names and shapes under which a module's weight is stored: experts by themselves, unless they are fused."""
+    layer, found, part = name.partition(".mlp.experts.")
+    router = name.endswith(".mlp.gate.weight")
+    published = config["model_type"] == "mixtral"
+    if fused or not (found or router):
+        return [(name, shape)]
+    if router:
+        return [(name.replace(".mlp.", ".block_sparse_moe."), shape)] if published else [(name, shape)]
+    prefix = f"{layer}.{'block_sparse_moe' if published else 'mlp'}.experts"
+    gate, up, down = ("w1", "w3", "w2") if published else ("gate_proj", "up_proj", "down_proj")
+    count, rows, columns = shape
+    kinds, rows = ((gate, up), rows // 2) if part == "gate_up_proj" else ((down,), rows)
+    return [(f"{prefix}.{expert}.{kind}.weight", [rows, columns]) for expert in range(count) for kind in kinds]
+
+
+def recipe(config, fused=False):
     """Names, shapes, scales and offsets of the tensors, with logits of about unit variance and scores that are not flat."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     tied = config["tie_word_embeddings"]
     gains = {"q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.0, "o_proj": 1.5, "gate_proj": 1.0, "up_proj": 1.0, "down_proj": 1.5, "lm_head": 1.0}
+    # A router, and the experts of a mixture.
+    gains |= {"gate": 1.5, "gate_up_proj": 1.0, "w1": 1.0, "w3": 1.0, "w2": 1.5}
     tensors = []
-    for name, weight in model.state_dict().items():
+    stored = [pair for name, weight in model.state_dict().items() for pair in stored_names(config, name, list(weight.shape), fused)]
+    for name, shape in stored:
         part, kind = name.split(".")[-2:]
+        if part == "experts":
+            part = kind
         if part == "lm_head" and tied:
             continue
         if part == "embed_tokens":      # small beside the epsilon of the norms, so that it matters
@@ -190,8 +236,8 @@ def recipe(config):
         elif kind == "bias":
             scale, offset = 0.5, 0.0
         else:
-            scale, offset = round(gains[part] * math.sqrt(3 / weight.shape[1]) * 1024) / 1024, 0.0
-        tensors.append({"name": name, "shape": list(weight.shape), "scale": scale, "offset": offset})
+            scale, offset = round(gains[part] * math.sqrt(3 / shape[-1]) * 1024) / 1024, 0.0
+        tensors.append({"name": name, "shape": shape, "scale": scale, "offset": offset})
     return tensors
 
 
@@ -222,6 +268,27 @@ def greedy(model, ids):
         margins.append(float(top.values[0] - top.values[1]))
         x = torch.tensor([[out[-1]]])
     return out, margins
+
+
+class Choices:
+    """How clearly tokens choose their experts: the gaps between the logits of the last that is taken and of the first that is not, in
+    standard deviations of the router's logits; a row for each layer of a pass."""
+
+    def __init__(self, model):
+        self.gaps = []
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_hook(self.keep)
+
+    def keep(self, module, _, output):
+        logits = output[0].float()
+        top = logits.topk(module.top_k + 1, dim=-1).values
+        self.gaps.append((top[:, -2] - top[:, -1]) / logits.std())
+
+    def least(self, rows):
+        """The least gap of these rows since the last call."""
+        gaps, self.gaps = self.gaps, []
+        return min((float(gap[rows].min()) for gap in gaps), default=math.inf)
 
 
 def loss(low, full):
@@ -264,24 +331,37 @@ def mistakes(config, weights, store, ids, rows, full):
     if config.get("use_sliding_window"):
         found["no window"] = moved({"layer_types": ["full_attention"] * layers})
         found["windows in all layers"] = moved({"layer_types": ["sliding_attention"] * layers})
+    if more := config.get("num_experts_per_tok"):
+        found["an expert more"] = moved({"num_experts_per_tok": more + 1})
+        found["an expert less"] = moved({"num_experts_per_tok": more - 1})
+        swap = lambda n: n.replace(".experts.0.", ".experts.x.").replace(".experts.1.", ".experts.0.").replace(".experts.x.", ".experts.1.")
+        turned = lambda n, t: t.roll(1, 0) if ".experts." in n and t.dim() == 3 else t
+        found["other experts"] = moved(weights={swap(n): turned(n, t).contiguous() for n, t in weights.items()})
+    if "norm_topk_prob" in config:
+        found["the other norm_topk_prob"] = moved({"norm_topk_prob": not config["norm_topk_prob"]})
     for what, by in found.items():
         assert by > 20 * BAR, (what, by)
     return {what: float(f"{by:.2g}") for what, by in found.items()}
 
 
 def references(folder, config, more, check):
-    tensors = recipe(config)
+    tensors = recipe(config, more.get("fused", False))
     models, logits, found = [], {}, None
     for seed, store in STORES.items():
         weights = {t["name"]: values(seed, t).to(DTYPES[store]) for t in tensors}
         full, low, half = (build(config, weights, store, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
-        prompts = []
+        prompts, choices = [], Choices(full)
         for name, count, rows in PROMPTS:
-            for attempt in range(1000):     # the first that leaves no step of decoding in doubt
+            # The first that leaves no step of decoding in doubt, nor the experts of any row that is kept.
+            for attempt in range(20000):
                 r = random.Random(f"{folder} {seed} {name} {attempt}")
                 ids = [r.randrange(config["vocab_size"]) for _ in range(count)]
                 kept = run(full, ids)[rows].contiguous()
+                if choices.least(rows) < 0.05:
+                    continue
                 tokens, margins = greedy(full, ids)
+                if choices.least([-1]) < 0.02:
+                    continue
                 if min(margins) > 0.005 * float(kept.std()) and len(set(tokens)) > 2:
                     break
             else:
