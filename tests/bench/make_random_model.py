@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 # From the config.json of Qwen/Qwen3-0.6B to -32B and -30B-A3B, meta-llama/Llama-3.1-8B and Llama-3.2-1B,
-# mistralai/Mistral-7B-v0.3, Qwen/Qwen2.5-7B and openai-community/gpt2. The tiny ones are our own.
+# mistralai/Mistral-7B-v0.3 and Mixtral-8x7B-v0.1, Qwen/Qwen2.5-7B and openai-community/gpt2. The tiny ones are our own.
 QWEN3 = dict(family="qwen3", kv_heads=8, head_dim=128, vocab=151936, tied=False, theta=1000000, positions=40960)
 LLAMA = dict(family="llama", heads=32, kv_heads=8, vocab=128256, theta=500000.0, positions=131072)
 # The config does not name the width of a head, which is hidden_size / num_attention_heads.
@@ -48,6 +48,10 @@ SHAPES = {
     | dict(hidden=2048, layers=16, head_dim=64, intermediate=8192, tied=True, rope_factor=32.0),
     "mistral-7b": dict(family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336)
     | dict(vocab=32768, tied=False, theta=1000000.0, positions=32768)
+    | DERIVED,
+    # intermediate is that of an expert.
+    "mixtral-8x7b": dict(family="mixtral", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336)
+    | dict(experts=8, experts_per_token=2, vocab=32000, tied=False, theta=1000000.0, positions=32768)
     | DERIVED,
     "qwen2.5-7b": dict(family="qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944)
     | dict(vocab=152064, tied=False, theta=1000000.0, positions=131072)
@@ -105,7 +109,7 @@ def mlp_tensors(prefix, hidden, intermediate):
 
 
 def decoder_tensors(s):
-    """Name and shape of each tensor of Qwen, Llama and Mistral."""
+    """Name and shape of each tensor of Qwen, Llama, Mistral and Mixtral."""
     hidden, family = s["hidden"], s["family"]
     yield "model.embed_tokens.weight", (s["vocab"], hidden)
     for layer in range(s["layers"]):
@@ -125,6 +129,13 @@ def decoder_tensors(s):
             yield prefix + "mlp.gate.weight", (s["experts"], hidden)
             for expert in range(s["experts"]):
                 yield from mlp_tensors(prefix + f"mlp.experts.{expert}.", hidden, s["moe_intermediate"])
+        elif family == "mixtral":
+            yield prefix + "block_sparse_moe.gate.weight", (s["experts"], hidden)
+            for expert in range(s["experts"]):
+                of_expert = prefix + f"block_sparse_moe.experts.{expert}."
+                yield of_expert + "w1.weight", (s["intermediate"], hidden)
+                yield of_expert + "w2.weight", (hidden, s["intermediate"])
+                yield of_expert + "w3.weight", (s["intermediate"], hidden)
         else:
             yield from mlp_tensors(prefix + "mlp.", hidden, s["intermediate"])
     yield "model.norm.weight", (hidden,)
@@ -320,10 +331,16 @@ def llama_files(s):
 def mistral_files(s):
     specials = placed(MISTRAL_SPECIALS, s["vocab"])
     begin, end = specials["<s>"], specials["</s>"]
-    config = decoder_config(
-        s, architectures=["MistralForCausalLM"], model_type="mistral", bos_token_id=begin, eos_token_id=end,
+    family = dict(
+        architectures=["MistralForCausalLM"], model_type="mistral", bos_token_id=begin, eos_token_id=end,
         rms_norm_eps=1e-5, sliding_window=None,
     )  # fmt: skip
+    if s["family"] == "mixtral":
+        family |= dict(
+            architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=s["experts"],
+            num_experts_per_tok=s["experts_per_token"], output_router_logits=False, router_aux_loss_coef=0.02,
+        )  # fmt: skip
+    config = decoder_config(s, **family)
     generation = dict(bos_token_id=begin, eos_token_id=end)
     tokenizer_config = dict(
         tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
@@ -352,6 +369,7 @@ FAMILIES = {
     "qwen2": (qwen2_files, decoder_tensors),
     "llama": (llama_files, decoder_tensors),
     "mistral": (mistral_files, decoder_tensors),
+    "mixtral": (mistral_files, decoder_tensors),
     "gpt2": (gpt2_files, gpt2_tensors),
 }
 

@@ -46,10 +46,10 @@ fn count_by(config: &Value) -> u64 {
     if family.starts_with("qwen3") {
         layer += 2 * head_dim;
     }
-    layer += if family == "qwen3_moe" {
-        size("num_experts") * (hidden + 3 * hidden * size("moe_intermediate_size"))
-    } else {
-        3 * hidden * size("intermediate_size")
+    layer += match family {
+        "qwen3_moe" => size("num_experts") * (hidden + 3 * hidden * size("moe_intermediate_size")),
+        "mixtral" => size("num_local_experts") * (hidden + 3 * hidden * size("intermediate_size")),
+        _ => 3 * hidden * size("intermediate_size"),
     };
     let num_embeddings = if config["tie_word_embeddings"] == true { 1 } else { 2 };
     num_embeddings * size("vocab_size") * hidden + size("num_hidden_layers") * layer + hidden
@@ -57,7 +57,7 @@ fn count_by(config: &Value) -> u64 {
 
 /// The published number of weights of each shape (tied matrices once), and what its config calls
 /// itself.
-const PUBLISHED: [(&str, u64, &str); 12] = [
+const PUBLISHED: [(&str, u64, &str); 13] = [
     ("qwen3-0.6b", 596_049_920, "Qwen3ForCausalLM"),
     ("qwen3-1.7b", 1_720_574_976, "Qwen3ForCausalLM"),
     ("qwen3-4b", 4_022_468_096, "Qwen3ForCausalLM"),
@@ -68,6 +68,7 @@ const PUBLISHED: [(&str, u64, &str); 12] = [
     ("llama-3.1-8b", 8_030_261_248, "LlamaForCausalLM"),
     ("llama-3.2-1b", 1_235_814_400, "LlamaForCausalLM"),
     ("mistral-7b", 7_248_023_552, "MistralForCausalLM"),
+    ("mixtral-8x7b", 46_702_792_704, "MixtralForCausalLM"),
     ("qwen2.5-7b", 7_615_616_512, "Qwen2ForCausalLM"),
     ("gpt2", 124_439_808, "GPT2LMHeadModel"),
 ];
@@ -127,6 +128,11 @@ fn configs_are_spelt_as_published() {
         assert_eq!(moe[key], value, "{key}");
     }
     assert_eq!((&moe["norm_topk_prob"], &moe["decoder_sparse_step"]), (&true.into(), &1.into()));
+    let mixtral = config("mixtral-8x7b");
+    assert_eq!(
+        (&mixtral["num_local_experts"], &mixtral["num_experts_per_tok"]),
+        (&8.into(), &2.into())
+    );
     assert!(config("mistral-7b")["sliding_window"].is_null());
     assert_eq!(config("qwen2.5-7b")["use_sliding_window"], false);
 }
@@ -141,7 +147,7 @@ fn any_size_can_be_changed() {
         ["--head-dim", "10"],
         ["--vocab", "700"],
     ];
-    let families: [(&str, &[&str]); 5] = [
+    let families: [(&str, &[&str]); 6] = [
         ("qwen3-8b", &["--tied", "--intermediate", "40"]),
         (
             "qwen3-30b-a3b",
@@ -149,6 +155,7 @@ fn any_size_can_be_changed() {
         ),
         ("llama-3.2-1b", &["--untied", "--intermediate", "40"]),
         ("mistral-7b", &["--intermediate", "40"]),
+        ("mixtral-8x7b", &["--experts", "5", "--intermediate", "40"]),
         ("qwen2.5-7b", &["--intermediate", "40"]),
     ];
     for (shape, more) in families {
@@ -166,7 +173,9 @@ fn any_size_can_be_changed() {
         assert_eq!(has("self_attn.q_norm.weight"), shape.starts_with("qwen3"));
         assert_eq!(has("self_attn.k_proj.bias"), shape == "qwen2.5-7b");
         assert_eq!(has("mlp.experts.4.down_proj.weight"), shape == "qwen3-30b-a3b");
-        assert_eq!(has("mlp.gate_proj.weight"), shape != "qwen3-30b-a3b");
+        assert_eq!(has("block_sparse_moe.experts.4.w2.weight"), shape == "mixtral-8x7b");
+        let is_dense = !["qwen3-30b-a3b", "mixtral-8x7b"].contains(&shape);
+        assert_eq!(has("mlp.gate_proj.weight"), is_dense);
     }
 }
 

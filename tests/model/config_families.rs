@@ -65,7 +65,7 @@ fn cases() -> Vec<Value> {
 #[test]
 fn configs_mean_what_they_mean_to_transformers() {
     let cases = cases();
-    assert!(cases.len() >= 56);
+    assert!(cases.len() >= 53);
     for case in &cases {
         let (name, file, expected) = (&case["name"], &case["config"], &case["expected"]);
         let config = parse(file).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -204,6 +204,98 @@ fn wrong_fields_are_refused_by_name() {
     }
     // Every published Qwen2 names it; what Transformers takes for an absent one (32) fits none of them.
     refused(&without(qwen2(), "num_key_value_heads"), invalid, "num_key_value_heads");
+}
+
+fn qwen3_moe() -> Value {
+    let mut config = base("Qwen3MoeForCausalLM", "qwen3_moe");
+    for (field, value) in [
+        ("num_experts", json!(8)),
+        ("num_experts_per_tok", json!(2)),
+        ("moe_intermediate_size", json!(48)),
+        ("norm_topk_prob", json!(true)),
+        ("decoder_sparse_step", json!(1)),
+        ("mlp_only_layers", json!([])),
+    ] {
+        config[field] = value;
+    }
+    config
+}
+
+fn mixtral() -> Value {
+    let mut config = base("MixtralForCausalLM", "mixtral");
+    config["num_local_experts"] = 8.into();
+    config["num_experts_per_tok"] = 2.into();
+    config
+}
+
+#[test]
+fn the_fields_of_experts_are_taken() {
+    for (file, width, has_norms) in [(qwen3_moe(), 48, true), (mixtral(), 208, false)] {
+        let config = parse(&file).expect("valid");
+        let experts = config.experts.as_ref().expect("experts");
+        let routing = experts.routing;
+        assert_eq!((routing.num_experts(), routing.experts_per_token()), (8, 2));
+        assert_eq!((experts.width, routing.renormalises()), (width, true));
+        assert_eq!((&experts.layers, config.has_qk_norm), (&vec![true; 2], has_norms));
+        assert_eq!(config.dense_mlp_width(), 0);
+        assert!(config.experts_of(1).is_some() && config.experts_of(2).is_none());
+        // Transformers 5 writes one name in all families, and reads both.
+        let (old, new) = match has_norms {
+            true => ("num_experts", "num_local_experts"),
+            false => ("num_local_experts", "num_experts"),
+        };
+        let renamed = with(without(file.clone(), old), new, json!(8));
+        assert_eq!(parse(&renamed).expect("valid"), config);
+        assert_eq!(parse(&with(file.clone(), new, json!(8))).expect("valid"), config);
+        refused(&with(file.clone(), new, json!(9)), ErrorKind::InvalidFile, new);
+        let by_type = parse(&without(file.clone(), "architectures")).expect("by model_type");
+        assert_eq!(by_type, config);
+        assert_eq!(parse(&without(file, "model_type")).expect("by architecture"), config);
+    }
+    let with_layers = |layers: Value| with(qwen3_moe(), "mlp_only_layers", layers);
+    let some = parse(&with_layers(json!([1, 7]))).expect("valid");
+    assert_eq!(some.experts.as_ref().expect("experts").layers, [true, false]);
+    assert_eq!(some.dense_mlp_width(), 208);
+    assert!(parse(&with_layers(json!([0, 1]))).expect("valid").experts.is_none());
+    let rare = parse(&with(qwen3_moe(), "decoder_sparse_step", json!(3))).expect("valid");
+    assert!(rare.experts.is_none());
+}
+
+#[test]
+fn wrong_fields_of_experts_are_refused_by_name() {
+    let invalid = ErrorKind::InvalidFile;
+    for file in [qwen3_moe(), mixtral()] {
+        for field in ["num_experts_per_tok", "num_local_experts"] {
+            for value in [json!(0), json!(-1), json!(1.5), json!("8"), json!(1_u64 << 40)] {
+                refused(&with(file.clone(), field, value), invalid, field);
+            }
+        }
+        refused(&with(file.clone(), "num_experts_per_tok", json!(9)), invalid, "9 of 8 experts");
+        let all = with(file.clone(), "num_experts_per_tok", json!(8));
+        assert!(parse(&all).is_ok());
+        refused(&with(file, "hidden_act", json!("gelu")), ErrorKind::Unsupported, "hidden_act");
+    }
+    for field in ["moe_intermediate_size", "decoder_sparse_step"] {
+        for value in [json!(0), json!(-1), json!(1.5), json!("8"), json!(1_u64 << 40)] {
+            refused(&with(qwen3_moe(), field, value), invalid, field);
+        }
+    }
+    for value in [json!(1), json!("0"), json!({}), json!([-1]), json!([0.5]), json!(["0"])] {
+        refused(&with(qwen3_moe(), "mlp_only_layers", value), invalid, "mlp_only_layers");
+    }
+    let deep = with(qwen3_moe(), "num_hidden_layers", json!(100));
+    refused(&with(deep, "num_experts", json!(1000)), invalid, "100 layers have 1000 experts");
+    let long = with(qwen3_moe(), "mlp_only_layers", json!(vec![0; 100_000]));
+    refused(&long, invalid, "mlp_only_layers");
+    refused(&with(qwen3_moe(), "norm_topk_prob", json!(1)), invalid, "norm_topk_prob");
+    refused(
+        &with(qwen3_moe(), "layer_types", json!(["sliding_attention", "full_attention"])),
+        ErrorKind::Unsupported,
+        "sliding_attention",
+    );
+    for value in [json!(0), json!(-1), json!("32")] {
+        refused(&with(mixtral(), "sliding_window", value), invalid, "sliding_window");
+    }
 }
 
 /// A family's own name is no licence for its descendants.

@@ -17,7 +17,7 @@ use crate::quantised_at_load::{open_both, AS_STORED, INT4, INT8};
 use crate::quantised_models::relative_rms;
 
 const NUM_EXPERTS: usize = 4;
-const LAYER: &str = "model.layers.1.mlp";
+const LAYER: &str = "model.layers.0.mlp";
 const IDS: [u32; 9] = [1, 5, 9, 13, 60, 2, 2, 69, 31];
 
 fn model() -> TestModel {
@@ -28,14 +28,14 @@ fn model() -> TestModel {
 fn mixtral() -> TestModel {
     let mut model = model();
     for part in ["gate_proj", "up_proj", "down_proj"] {
-        let dense = format!("model.layers.0.mlp.{part}.weight");
+        let dense = format!("model.layers.1.mlp.{part}.weight");
         let found = model.tensors.iter().position(|tensor| tensor.name == dense);
-        model.tensors.remove(found.expect("the MLP of the first layer"));
+        model.tensors.remove(found.expect("the MLP of the second layer"));
     }
     let experts: Vec<TestTensor> =
         model.tensors.iter().filter(|tensor| tensor.name.starts_with(LAYER)).cloned().collect();
     for mut tensor in experts {
-        tensor.name = tensor.name.replace("layers.1", "layers.0");
+        tensor.name = tensor.name.replace("layers.0", "layers.1");
         tensor.values.rotate_left(5);
         model.tensors.push(tensor);
     }
@@ -140,6 +140,20 @@ fn all_names_of_experts_are_known() {
     }
 }
 
+/// In the last layer only the rows are left whose logits are wanted.
+#[test]
+fn a_row_has_the_same_bits_alone() {
+    let dir = mixtral().write(Store::BF16);
+    for dtype in [DType::F32, DType::BF16] {
+        let model = load(dir.str(), Some(dtype), 2);
+        let mut driver = Driver::new(&model, 4);
+        let all = bits(&driver.logits(&IDS, usize::MAX));
+        let (_, last) = driver.greedy(&IDS, usize::MAX, 1);
+        assert!(all.ends_with(&bits(&last)));
+        assert_eq!(bits(&driver.logits(&IDS, 1)), all);
+    }
+}
+
 #[test]
 fn every_number_of_every_expert_counts() {
     for base in [model(), fused(model()), mixtral()] {
@@ -237,7 +251,8 @@ fn routers_stay_as_they_are_when_weights_are_quantised() {
 #[test]
 fn experts_may_be_stored_in_several_forms() {
     let made = TestModel::wide_qwen3(6).of(Family::Qwen3Moe);
-    let ignored = ["lm_head", "re:.*mlp.gate$", "re:.*experts.2.*"];
+    // That the router is dense need not be said.
+    let ignored = ["lm_head", "re:.*experts.2.*"];
     let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "block",
         "block_structure": [128, 128], "dynamic": false});
     let config = json!({"quant_method": "compressed-tensors", "format": "float-quantized",

@@ -109,7 +109,9 @@ fn f16_logits_are_between_f32_and_bf16() {
             let own = difference(&got, want);
             worst = worst.max(own.rms / std_of(want));
             // No more than twice what Transformers loses, where that was measured.
-            let (rms_bar, max_bar) = match golden.f16.get(&prompt.name) {
+            // A token may choose other experts, as in a run of Transformers in bf16.
+            let losses = if model.config().experts.is_some() { &golden.bf16 } else { &golden.f16 };
+            let (rms_bar, max_bar) = match losses.get(&prompt.name) {
                 Some(loss) => (2.0 * loss.rms_diff, 2.0 * loss.max_abs_diff),
                 None => (2e-3 * std_of(want), 2e-2 * std_of(want)),
             };

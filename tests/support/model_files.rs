@@ -163,7 +163,7 @@ pub enum Family {
     Llama,
     /// Without norms of heads, with biases of q, k and v.
     Qwen2,
-    /// With four experts in the second layer, of which a token takes two.
+    /// With four experts in the first layer, of which a token takes two.
     Qwen3Moe,
 }
 
@@ -328,13 +328,13 @@ impl TestModel {
         self
     }
 
-    /// Puts experts in the place of the MLP of the second layer. Each has the numbers of the MLP at other
+    /// Puts experts in the place of the MLP of the first layer. Each has the numbers of the MLP at other
     /// places.
     fn with_experts(mut self) -> Self {
         const NUM_EXPERTS: usize = 4;
-        let width = self.tensor("model.layers.1.mlp.down_proj.weight").shape[1];
-        let hidden = self.tensor("model.layers.1.mlp.down_proj.weight").shape[0];
-        let is_moved = |tensor: &TestTensor| tensor.name.starts_with("model.layers.1.mlp.");
+        let width = self.tensor("model.layers.0.mlp.down_proj.weight").shape[1];
+        let hidden = self.tensor("model.layers.0.mlp.down_proj.weight").shape[0];
+        let is_moved = |tensor: &TestTensor| tensor.name.starts_with("model.layers.0.mlp.");
         let (mlp, rest): (Vec<_>, Vec<_>) = self.tensors.into_iter().partition(is_moved);
         self.tensors = rest;
         for expert in 0..NUM_EXPERTS {
@@ -346,9 +346,11 @@ impl TestModel {
             }
         }
         let mut random = Random(NUM_EXPERTS as u64);
-        let router = (0..NUM_EXPERTS * hidden).map(|_| random.signed() as f32).collect();
+        // Logits of about 1.
+        let scale = (3.0 / hidden as f64).sqrt();
+        let router = (0..NUM_EXPERTS * hidden).map(|_| (scale * random.signed()) as f32).collect();
         self.tensors.push(TestTensor {
-            name: "model.layers.1.mlp.gate.weight".into(),
+            name: "model.layers.0.mlp.gate.weight".into(),
             shape: vec![NUM_EXPERTS, hidden],
             values: router,
         });
@@ -359,7 +361,7 @@ impl TestModel {
             ("num_experts_per_tok", json!(2)),
             ("moe_intermediate_size", json!(width)),
             ("norm_topk_prob", json!(true)),
-            ("mlp_only_layers", json!([0])),
+            ("mlp_only_layers", json!([1])),
         ] {
             self.config[field] = value;
         }

@@ -42,6 +42,8 @@ pub mod limits {
     pub const VOCAB_SIZE: usize = 1 << 22;
     /// The limit of the number of experts of a layer.
     pub const NUM_EXPERTS: usize = 1024;
+    /// The limit of the number of experts of all layers: each is planned by itself, however small it is.
+    pub const ALL_EXPERTS: usize = 1 << 16;
     /// The limit of the context length in tokens.
     pub const POSITIONS: usize = 1 << 24;
 }
@@ -151,6 +153,21 @@ impl ModelConfig {
             return Err(Error::unsupported(format!(
                 "{CONFIG_FILE}: an odd head_dim ({}) is not supported",
                 self.head_dim
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses more experts in all than any model has.
+    pub(super) fn check_experts(&self) -> Result<()> {
+        let Some(experts) = &self.experts else { return Ok(()) };
+        let num_layers = experts.layers.iter().filter(|&&has_experts| has_experts).count();
+        let num_experts = experts.routing.num_experts();
+        if num_layers.saturating_mul(num_experts) > limits::ALL_EXPERTS {
+            return Err(Error::invalid_file(format!(
+                "{CONFIG_FILE}: {num_layers} layers have {num_experts} experts each, expected up to {} \
+                 experts in all",
+                limits::ALL_EXPERTS
             )));
         }
         Ok(())

@@ -13,6 +13,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::block::{DecoderPlan, MlpWeights, TokenMatrices};
 use crate::model::load::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
 use crate::model::quantised::{self, QuantConfig, QuantModule};
+use crate::model::safetensors::compute_dtype;
 use crate::ops::linear::cpu::WeightForm;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
@@ -161,7 +162,22 @@ impl<'a> Planner<'a> {
         self.stacked(parts, in_features, self.quantisation)
     }
 
-    /// The same, where `quantisation` says what may be quantised.
+    /// Returns the router of experts, `[num_experts, in_features]`. It may be dense whatever the config
+    /// says of linear layers: in Transformers 5 it is none of them.
+    pub fn router(
+        &mut self,
+        name: String,
+        num_experts: usize,
+        in_features: usize,
+    ) -> Result<MatrixPlan> {
+        let stored = self.checkpoint.raw(&name);
+        let is_quantised = stored.is_none_or(|tensor| compute_dtype(tensor.dtype).is_none());
+        let is_dense = self.checkpoint.is_random() || !is_quantised;
+        let quantisation = self.quantisation.filter(|_| !is_dense);
+        self.stacked(&[(name, num_experts)], in_features, quantisation)
+    }
+
+    /// The same as [`Planner::rows`], where `quantisation` says what may be quantised.
     fn stacked(
         &mut self,
         parts: &[(String, usize)],

@@ -304,7 +304,7 @@ fn plan_experts(
 ) -> Result<ExpertWeights<MatrixPlan>> {
     let (num_experts, width) = (experts.routing.num_experts(), experts.width);
     let router = format!("{layer}.{}.weight", names.router);
-    let router = planner.rows(&[(router, num_experts)], hidden)?;
+    let router = planner.router(router, num_experts, hidden)?;
     let mut gate_up = try_with_capacity(num_experts, "experts")?;
     let mut down = try_with_capacity(num_experts, "experts")?;
     let all = format!("{layer}.{}", names.experts);

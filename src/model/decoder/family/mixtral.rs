@@ -31,7 +31,6 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     let num_layers = llama_like::num_layers(fields)?;
     let num_experts = llama_like::num_experts(fields)?.unwrap_or(8);
     let per_token = fields.optional_count("num_experts_per_tok", limits::NUM_EXPERTS)?.unwrap_or(2);
-    let window = fields.optional_count("sliding_window", limits::POSITIONS)?;
     llama_like::parse(
         fields,
         Differences {
@@ -43,7 +42,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             default_theta: 1e6,
             has_qk_norm: false,
             biases: Biases::default(),
-            windows: windows::of_all(window, num_layers)?,
+            windows: windows::of_mixtral(fields, num_layers)?,
             experts: Some(ExpertsConfig {
                 routing: llama_like::routing(num_experts, per_token, true)?,
                 width: fields.count("intermediate_size", limits::INTERMEDIATE_SIZE)?,

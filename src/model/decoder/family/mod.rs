@@ -117,6 +117,7 @@ impl ModelConfig {
         let mut config = (family.parse)(fields)?;
         config.quantisation = quantisation;
         config.check_heads()?;
+        config.check_experts()?;
         Ok(config)
     }
 }

@@ -54,6 +54,15 @@ pub(super) fn of_mistral(fields: Fields<'_>, num_layers: usize) -> Result<Window
     of_all(window, num_layers)
 }
 
+/// Returns the windows of Mixtral: as those of Mistral, but none where config.json has no
+/// `sliding_window`.
+pub(super) fn of_mixtral(fields: Fields<'_>, num_layers: usize) -> Result<Windows> {
+    if fields.has("sliding_window") {
+        return of_mistral(fields, num_layers);
+    }
+    none(fields, num_layers)
+}
+
 /// Returns the windows of Qwen2 and Qwen3: those of the layers that `layer_types` names, or of the
 /// layers from `max_window_layers` on. Published files carry the fields and switch them off.
 pub(super) fn of_qwen(fields: Fields<'_>, num_layers: usize) -> Result<Windows> {
