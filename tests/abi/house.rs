@@ -108,7 +108,7 @@ fn threads_are_begun_in_one_way() {
 
 #[test]
 fn a_family_is_named_in_its_folder_alone() {
-    let names = ["qwen", "gpt2", "llama", "mistral"];
+    let names = ["qwen", "gpt2", "llama", "mistral", "mixtral"];
     // Words of config.json: a kind of rotary scaling, and a field that is refused.
     let spellings = ["\"llama3\"", "llama_4_scaling_beta"];
     let mut wrong = Vec::new();

@@ -34,6 +34,7 @@ use xserv::model::{
 };
 
 use counting::{count, exempt_this_thread, fail_nth, fail_size, Counts};
+use files::{Family, Store, TestModel};
 
 /// For what takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -239,10 +240,10 @@ fn tiny() -> PathBuf {
 
 /// Rounds of requests that fill the context, the first of which is not watched; within a round,
 /// from where the queues have grown to what their users may be behind.
-fn check_model(options: &EngineOptions) {
+fn check_model(folder: &Path, options: &EngineOptions) {
     const QUEUED: u64 = 500;
     let engine = Engine::load(
-        tiny().to_str().unwrap(),
+        folder.to_str().unwrap(),
         &EngineOptions { kv_cache_tokens: 3 * 2048, num_threads: 2, ..options.clone() },
         std::sync::Arc::new(Logger::silent()),
         &mut |_| true,
@@ -315,11 +316,16 @@ fn check_model(options: &EngineOptions) {
 #[test]
 fn ten_thousand_steps_of_a_model_allocate_nothing() {
     let _one = begin();
-    check_model(&EngineOptions {
+    let options = EngineOptions {
         device: DeviceChoice::Cpu,
         dtype: Some(DType::F32),
         ..EngineOptions::default()
-    });
+    };
+    check_model(&tiny(), &options);
+    // How many tokens come to an expert differs from step to step.
+    let mut with_experts = TestModel::qwen3(1).of(Family::Qwen3Moe);
+    with_experts.config["max_position_embeddings"] = 2048.into();
+    check_model(with_experts.write(Store::F32).path(), &options);
 }
 
 #[test]
@@ -330,11 +336,12 @@ fn ten_thousand_steps_of_a_model_on_cuda_ask_the_device_for_nothing() {
         println!("skipped: no CUDA device ({why})");
         return;
     }
-    check_model(&EngineOptions {
+    let options = EngineOptions {
         device: DeviceChoice::Cuda,
         dtype: Some(DType::BF16),
         ..EngineOptions::default()
-    });
+    };
+    check_model(&tiny(), &options);
 }
 
 /// The room of a plan is there from the start: planning ends no request for lack of memory.

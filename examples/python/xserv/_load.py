@@ -292,7 +292,7 @@ class LoadedModel(NotCopyable):
         kv_cache_format says otherwise: "f32", "f16", "bf16", or "auto" (default), the type that is stored.
     weights: what the matrices of the layers are kept as: "as stored" (default; folders whose weights are quantised
         keep them so), or "int8" or "int4", to which numbers of 32 and 16 bits are brought while they are read.
-        Norms and biases stay as stored.
+        Norms, biases and the routers of experts stay as stored.
     weights_group_size: the inputs that share a scale in weights quantised at load, a multiple of 32; 0 (default):
         32 with "int4", 128 with "int8".
     embeddings: what the embedding and the output matrix are kept as, whatever weights says of the layers: "as stored"

@@ -886,10 +886,11 @@ static inline void xserv_load_options_default(xserv_load_options *options) {
  * tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
  * "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
  *
- * Architectures: Qwen3ForCausalLM, Qwen2ForCausalLM (Qwen2.5), LlamaForCausalLM, MistralForCausalLM
- * and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else is refused by name before weights
- * are read. The weights are read into memory of the library's own; the folder is not needed
- * afterwards. The call blocks while it reads.
+ * Architectures: Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2ForCausalLM (Qwen2.5),
+ * LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM and GPT2LMHeadModel, stored as f32, f16
+ * or bf16. Anything else is refused by name before weights are read. The weights are read into
+ * memory of the library's own; the folder is not needed afterwards. The call blocks while it
+ * reads.
  *
  * On a GPU, the start of the CUDA driver takes most of the first load of a process: about 0.25 s
  * on an H100, 0.1 s less while another process uses the GPU.
