@@ -178,6 +178,7 @@ fn greedy_tokens_as_stored() {
         let model = Model::with_dtype(&model_dir, XSERV_DTYPE_AUTO);
         let bars = list(json(&refs.join("bf16.json")));
         let bf16 = model.info().dtype == XSERV_DTYPE_BF16 as u32;
+        let has_experts = json(&model_dir.join("config.json"))["num_experts"].is_number();
         for want in list(json(&refs.join("generate.json"))) {
             let name = want["name"].as_str().unwrap();
             let prompts = list(json(&refs.join("prompts.json")));
@@ -189,9 +190,12 @@ fn greedy_tokens_as_stored() {
             let Some(at) = got.ids.iter().zip(&expected).position(|(g, e)| g != e) else {
                 continue;
             };
-            // Excusable only where the reference was undecided.
+            // Excusable only where the reference was undecided. With experts it is so where rounding has a
+            // token choose others, which may happen in any prompt.
+            let loss = |bar: &Value| bar["max_abs_diff"].as_f64().unwrap();
             let noise = match bf16 {
-                true => 3.0 * named(&bars, name)["max_abs_diff"].as_f64().unwrap(),
+                true if has_experts => 3.0 * bars.iter().map(loss).fold(0.0, f64::max),
+                true => 3.0 * loss(named(&bars, name)),
                 false => 2e-3,
             };
             let margin = want["margins"][at].as_f64().unwrap();
