@@ -676,8 +676,11 @@ typedef struct xserv_load_options {
   uint8_t map_files;
   /**
    * 1: config.json alone is read for the weights, which are made up on the device: to time a shape
-   * without its files. Tokenizer and template are used where there are any. dtype
-   * XSERV_DTYPE_AUTO stands for the type that config.json names, or bf16. Default 0.
+   * without its files. They are random numbers, the same at each load, and on a GPU the same as on
+   * the CPU but for rounding. Weight files that are there are left alone. Tokenizer and template
+   * are used where there are any. dtype XSERV_DTYPE_AUTO stands for the type that config.json
+   * names, or bf16; with weights and embeddings the numbers are made up in the quantised form.
+   * kept_weights is refused. Default 0.
    */
   uint8_t random_weights;
   /**
@@ -1158,10 +1161,10 @@ typedef struct xserv_memory_plan {
 
 /**
  * Tells what xserv_load would take with the same options, from the configs and the headers of the
- * weight files. No GPU is needed to plan for one, and no weights are read, but for an output matrix
- * that is stored although it is declared tied: that is compared with the embedding, as in
- * xserv_inspect. It is the same computation by which xserv_load sizes the KV cache, so that the two
- * agree as long as the memory that is available does not change.
+ * weight files, with random_weights from the configs alone. No GPU is needed to plan for one, and no
+ * weights are read, but for an output matrix that is stored although it is declared tied: that is
+ * compared with the embedding, as in xserv_inspect. It is the same computation by which xserv_load
+ * sizes the KV cache, so that the two agree as long as the memory that is available does not change.
  *
  * To plan for a GPU of a given size, set device_kind to XSERV_DEVICE_CUDA and max_memory_bytes to its
  * memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its

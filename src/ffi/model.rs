@@ -129,8 +129,11 @@ pub struct xserv_load_options {
     /// file that another process truncates meanwhile then kills the process. Default 0.
     pub map_files: u8,
     /// 1: config.json alone is read for the weights, which are made up on the device: to time a shape
-    /// without its files. Tokenizer and template are used where there are any. dtype
-    /// XSERV_DTYPE_AUTO stands for the type that config.json names, or bf16. Default 0.
+    /// without its files. They are random numbers, the same at each load, and on a GPU the same as on
+    /// the CPU but for rounding. Weight files that are there are left alone. Tokenizer and template
+    /// are used where there are any. dtype XSERV_DTYPE_AUTO stands for the type that config.json
+    /// names, or bf16; with weights and embeddings the numbers are made up in the quantised form.
+    /// kept_weights is refused. Default 0.
     pub random_weights: u8,
     /// Called while weights are read; NULL (default): not called.
     pub progress: xserv_progress_callback,

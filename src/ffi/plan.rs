@@ -85,10 +85,10 @@ unsafe impl GrowingStruct for xserv_memory_plan {
 }
 
 /// Tells what xserv_load would take with the same options, from the configs and the headers of the
-/// weight files. No GPU is needed to plan for one, and no weights are read, but for an output matrix
-/// that is stored although it is declared tied: that is compared with the embedding, as in
-/// xserv_inspect. It is the same computation by which xserv_load sizes the KV cache, so that the two
-/// agree as long as the memory that is available does not change.
+/// weight files, with random_weights from the configs alone. No GPU is needed to plan for one, and no
+/// weights are read, but for an output matrix that is stored although it is declared tied: that is
+/// compared with the embedding, as in xserv_inspect. It is the same computation by which xserv_load
+/// sizes the KV cache, so that the two agree as long as the memory that is available does not change.
 ///
 /// To plan for a GPU of a given size, set device_kind to XSERV_DEVICE_CUDA and max_memory_bytes to its
 /// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its

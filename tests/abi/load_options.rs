@@ -7,7 +7,7 @@ use std::ptr;
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::files::TempDir;
+use crate::files::{Store, TempDir, TestModel};
 use crate::plan::assert_as_planned;
 
 fn load(path: &Path, options: &xserv_load_options) -> Result<Model, xserv_status> {
@@ -27,12 +27,10 @@ fn config_alone(edit: impl Fn(&mut serde_json::Value)) -> TempDir {
 #[test]
 fn random_weights_need_a_config_alone() {
     let dir = config_alone(|_| {});
-    assert_eq!(
-        load(dir.path(), &load_options()).err(),
-        Some(xserv_status::XSERV_STATUS_NOT_FOUND),
-        "{}",
-        last_error()
-    );
+    let not_found = xserv_status::XSERV_STATUS_NOT_FOUND;
+    assert_eq!(load(dir.path(), &load_options()).err(), Some(not_found), "{}", last_error());
+    let refused = plan(dir.path(), &load_options()).err().expect("a refusal");
+    assert_eq!(refused.status, not_found, "{refused:?}");
     let options = xserv_load_options { random_weights: 1, ..load_options() };
     let model = load(dir.path(), &options).expect("a model");
     let (random, real) = (model.info(), Model::open(&tiny()).info());
@@ -45,13 +43,61 @@ fn random_weights_need_a_config_alone() {
     let again = load(dir.path(), &options).expect("a model");
     assert_eq!(again.generate(&request).unwrap().ids, tokens);
 
-    let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
-    plan.struct_size = size_of::<xserv_memory_plan>();
-    let path = CString::new(dir.str()).unwrap();
-    check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
-    assert_eq!(plan.weights_bytes, random.weights_bytes);
     let wrong = xserv_load_options { random_weights: 2, ..load_options() };
-    assert_eq!(load(dir.path(), &wrong).err(), Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
+    let invalid = xserv_status::XSERV_STATUS_INVALID_ARGUMENT;
+    assert_eq!(load(dir.path(), &wrong).err(), Some(invalid));
+    assert_eq!(plan(dir.path(), &wrong).err().map(|refused| refused.status), Some(invalid));
+}
+
+/// Whatever they are kept as, in the type that the config names, in bf16 where it names none, or in
+/// the one that is asked for; and within a budget.
+#[test]
+fn random_weights_take_the_memory_that_was_planned() {
+    use xserv_dtype::*;
+    let dtypes = [
+        (Some("float32"), XSERV_DTYPE_AUTO, XSERV_DTYPE_F32),
+        (None, XSERV_DTYPE_AUTO, XSERV_DTYPE_BF16),
+        (Some("bfloat16"), XSERV_DTYPE_F16, XSERV_DTYPE_F16),
+    ];
+    for (declared, asked, expected) in dtypes {
+        let dir = config_alone(|config| {
+            config.as_object_mut().unwrap().remove("dtype");
+            config["torch_dtype"] = declared.into();
+        });
+        for (weights, embeddings, kv_cache_format) in [(0, 0, 0), (1, 1, 0), (2, 0, 1)] {
+            let options = xserv_load_options {
+                dtype: asked as u32,
+                weights,
+                embeddings,
+                kv_cache_format,
+                random_weights: 1,
+                num_threads: 2,
+                ..load_options()
+            };
+            let max_memory_bytes = plan(dir.path(), &options).unwrap().minimum_bytes + (1 << 20);
+            let options = xserv_load_options { max_memory_bytes, ..options };
+            let found = plan(dir.path(), &options).unwrap();
+            assert_eq!((found.dtype, found.fits), (expected as u32, 1));
+            let model = load(dir.path(), &options).expect("a model");
+            assert_as_planned(&model.info(), &found);
+            let request = xserv_request { ignore_eos: 1, ..greedy(&[1, 2, 3], 5) };
+            assert_eq!(model.generate(&request).unwrap().ids.len(), 5);
+        }
+    }
+}
+
+/// An output matrix of its own, which the files of a model that is declared tied may have, is none of
+/// the random weights.
+#[test]
+fn random_weights_are_those_of_the_config_where_there_are_files() {
+    let mut stored = TestModel::qwen3(1);
+    stored.config["tie_word_embeddings"] = serde_json::json!(true);
+    let dir = stored.write(Store::F32);
+    let options = xserv_load_options { random_weights: 1, ..load_options() };
+    let of_config = load(dir.path(), &options).expect("a model").info();
+    let of_files = load(dir.path(), &load_options()).expect("a model").info();
+    let output = u64::from(of_files.vocab_size) * u64::from(of_files.hidden_size);
+    assert_eq!(of_config.num_parameters + output, of_files.num_parameters);
 }
 
 /// Whatever the layers are kept as: less memory, as planned, and tokens that are drawn from it.

@@ -11,8 +11,8 @@ Sizes of the shape are changed by options, which makes a model of any size of th
 The text that such a model generates is noise; its speed is that of the real one. Needs nothing but
 Python. Weights are bfloat16 with magnitudes from 2^-7 to 2^-5 (root mean square 0.019; published
 models are initialised with 0.02), the scales of norms are 1 and biases are as small as weights. Sizes:
-qwen3-8b takes 16 GB, qwen3-32b 66 GB; --config-only writes everything but the weights, which is enough for
-`cargo bench --bench steps -- FOLDER --random`. `bench`, which knows the C interface alone, needs the weights.
+qwen3-8b takes 16 GB, qwen3-32b 66 GB. --config-only writes everything but the weights, which is enough for programs
+that have the library make the weights up: `bench FOLDER --random` and `cargo bench --bench steps -- FOLDER --random`.
 """
 
 import argparse

@@ -183,6 +183,17 @@ fn inspect_and_plan_tell_what_the_folder_says() {
     assert_eq!(plan(&["--max-memory", "1MB"])["fits"], false);
     assert_eq!(plan(&["--kv-cache-tokens=64"])["kv_cache_tokens"], 64);
     assert_eq!(plan(&["--dtype", "f32"])["dtype"], "f32");
+    // Nothing but a config is needed to plan for random weights.
+    let shape = work_folder("program-config");
+    fs::copy(model().join("config.json"), shape.join("config.json")).expect("a copy");
+    let shape = shape.to_str().expect("a path");
+    let random = ["plan", shape, "--json", "--device", "cpu", "--random"];
+    let found = json(&run(&mut xserv(&program, &random)).stdout);
+    assert_eq!(found["weights_bytes"], tight["weights_bytes"]);
+    assert_eq!(found["has_tokenizer"], false);
+    let refused = outcome(&mut xserv(&program, &random[..5]));
+    assert_eq!(refused.code, Some(1), "{}", refused.stdout);
+    assert!(refused.stderr.contains("model.safetensors"), "{}", refused.stderr);
     let gpu = ["plan", &small, "--device", "cuda", "--max-memory", "8GB", "--json"];
     assert_eq!(json(&run(&mut xserv(&program, &gpu)).stdout)["device"], "cuda");
     // Without a GPU, nobody knows what fits.

@@ -139,6 +139,21 @@ static void check_loading(const std::string &path) {
   REQUIRE(calls == 0);
   REQUIRE(thrown_by([&] { xserv::Model(path + std::string("\0x", 2)); }) == XSERV_STATUS_INVALID_ARGUMENT);
   REQUIRE(xserv::plan(path, options).max_context_tokens == 128);
+
+  // Random weights need a config alone.
+  const auto name = "xserv config " + std::to_string(std::random_device{}());
+  const auto shape = std::filesystem::temp_directory_path() / name;
+  std::filesystem::create_directory(shape);
+  std::filesystem::copy(std::filesystem::path(path) / "config.json", shape);
+  REQUIRE(thrown_by([&] { xserv::Model{shape.string()}; }) == XSERV_STATUS_NOT_FOUND);
+  const auto made_up = xserv::LoadOptions().random_weights(true).num_threads(1);
+  const auto planned = xserv::plan(shape.string(), made_up);
+  xserv::Model shaped(shape.string(), made_up);
+  REQUIRE(shaped.info().weights_bytes == planned.weights_bytes && !shaped.info().has_tokenizer);
+  REQUIRE(shaped.info().num_parameters == found.info().num_parameters);
+  const auto four = xserv::Request::from_tokens({1, 2, 3}).max_tokens(4).ignore_eos(true);
+  REQUIRE(shaped.generate(four).token_ids().size() == 4);
+  std::filesystem::remove_all(shape);
 }
 
 static void check_messages(const xserv::Model &model) {

@@ -928,6 +928,23 @@ class Loading(unittest.TestCase):
         with self.assertRaises(xserv.Error):
             xserv.plan("/no/such/folder")
 
+    def test_random_weights_need_a_config_alone(self):
+        request = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(Path(MODEL, "config.json"), folder)
+            for call in (xserv.Model, xserv.plan):
+                with self.assertRaises(xserv.NotFoundError):
+                    call(folder, device="cpu")
+            answers = []
+            for options in ({}, {}, {"weights": "int4", "embeddings": "int8"}):
+                planned = xserv.plan(folder, device="cpu", random_weights=True, **options)
+                with xserv.Model(folder, device="cpu", random_weights=True, **options) as model:
+                    self.assertEqual(model.info.weights_bytes, planned.weights_bytes)
+                    self.assertFalse(model.info.has_tokenizer)
+                    answers.append(model.generate(tokens=[1, 2, 3], **request).token_ids)
+            self.assertEqual([len(answer) for answer in answers], [5, 5, 5])
+            self.assertEqual(answers[0], answers[1])
+
     def test_quantised_weights_are_kept(self):
         request = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
