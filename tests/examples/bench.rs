@@ -1,6 +1,8 @@
 //! bench on a model of random weights. What it measures is not judged here, only that it measures.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
 
 use crate::random_model::random_model;
 use crate::support::*;
@@ -86,6 +88,53 @@ fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     }
 }
 
+/// Returns a folder with a config.json and nothing else; `arguments` begin with the shape.
+fn config_alone(name: &str, arguments: &[&str]) -> PathBuf {
+    let made = random_model(name, &[arguments, &["--config-only"]].concat());
+    for entry in fs::read_dir(&made).expect("the folder") {
+        let path = entry.expect("a file").path();
+        if !path.ends_with("config.json") {
+            fs::remove_file(path).expect("a file that is not needed");
+        }
+    }
+    made
+}
+
+/// The table and each line of JSON say that nothing was read.
+#[test]
+fn random_weights_are_measured_from_a_config_alone() {
+    let Some(programs) = crate::c::programs() else { return };
+    let program = programs.join("bench");
+    let common = ["--device", "cpu", "--threads", "1", "--reps", "1", "--gen", "4"];
+    for (name, shape) in [("qwen3", "qwen3-tiny"), ("gpt2", "gpt2-tiny")] {
+        let folder = config_alone(&format!("bench-config-{name}"), &[shape]);
+        let bench = || {
+            let mut bench = command(&program);
+            bench.arg(&folder).args(common).args(["--prompts", "8", "--serve", "2"]);
+            bench
+        };
+        let refused = outcome(&mut bench());
+        assert_eq!(refused.code, Some(1), "{}", refused.stderr);
+        assert!(refused.stderr.contains("model.safetensors"), "{}", refused.stderr);
+        for stored_as in [&[][..], &["--weights", "int4", "--embeddings", "int8"]] {
+            let said = run(bench().arg("--random").args(stored_as));
+            assert!(said.stdout.starts_with("| metric (random weights) "), "{}", said.stdout);
+            assert!(said.stderr.contains(" GB of random weights, "), "{}", said.stderr);
+            for metric in ["pp8_tok_s", "tg4_tok_s", "serve2_tok_s"] {
+                assert!(said.stdout.contains(&format!("| {metric} ")), "{}", said.stdout);
+            }
+        }
+        let printed = run(bench().args(["--random", "--json"])).stdout;
+        for line in printed.lines() {
+            let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
+            assert_eq!(line["random_weights"], true, "{line}");
+        }
+        assert!(printed.contains("\"pp8_tok_s\""), "{printed}");
+    }
+    let stored = run(command(&program).arg(model()).args(common).args(["--prompts", "8"]));
+    assert!(!stored.stdout.contains("random") && !stored.stderr.contains("random"));
+}
+
 /// Returns the lines of a run with --json.
 fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
     let programs = crate::c::programs().expect("CMake, as the caller has seen");
@@ -120,6 +169,11 @@ fn limits_count_what_a_step_reads() {
         assert!((found["tg4_d8_limit_ms"] * 1e3 / decode - 1.0).abs() < 1e-4, "{found:?}");
         let prompt = 2.0 * 115_072.0 + 8.0 * 256.0;
         assert!((found["pp8_limit_ms"] * 1e3 / prompt - 1.0).abs() < 1e-4, "{found:?}");
+        // So does the shape alone, whatever the folder stores.
+        let random = metrics(&[&common[..], &rates, &["--random"]].concat());
+        for limit in ["tg4_d8_limit_ms", "pp8_limit_ms"] {
+            assert_eq!(random[limit], found[limit], "{name}: {limit}");
+        }
         // One rate is not enough.
         let found = metrics(&[&common[..], &rates[..4]].concat());
         assert!(!found.keys().any(|name| name.contains("limit")), "{found:?}");

@@ -1,6 +1,7 @@
 /* Calls parts of examples/c/bench for tests:
  *
  *     bench_parts tied FOLDER...
+ *     bench_parts declared FOLDER...
  *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS [WEIGHTS_BYTES EMBEDDINGS]
  *                                                                        (of Qwen3-8B's sizes)
  *     bench_parts ceilings DTYPE                                         (of the CPU, with little work)
@@ -77,7 +78,9 @@ int main(int argc, char **argv) {
   if (argc == 3 && strcmp(argv[1], "rounds") == 0) return print_rounds((uint32_t)strtoul(argv[2], NULL, 10));
   if ((argc == 8 || argc == 10) && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2, argc - 2);
   if (argc == 3 && strcmp(argv[1], "ceilings") == 0) return print_ceilings(argv[2]);
-  if (argc < 3 || strcmp(argv[1], "tied") != 0) return 2;
-  for (int i = 2; i < argc; i++) puts(has_tied_embeddings(argv[i]) ? "tied" : "untied");
+  const bool declared = argc > 2 && strcmp(argv[1], "declared") == 0;
+  if (argc < 3 || (!declared && strcmp(argv[1], "tied") != 0)) return 2;
+  bool (*const is_tied)(const char *folder) = declared ? declares_tied_embeddings : has_tied_embeddings;
+  for (int i = 2; i < argc; i++) puts(is_tied(argv[i]) ? "tied" : "untied");
   return 0;
 }

@@ -268,4 +268,7 @@ fn tied_and_untied_models_are_told_apart() {
         let loaded = xserv::model::Model::open(folder);
         assert!(loaded.is_ok(), "{folder}: {:?}", loaded.err());
     }
+    // Random weights are tied where the config says so, whatever is stored.
+    let [other, untied] = [&other, &silent].map(|folder| folder.to_str().expect("a path"));
+    assert_eq!(parts(&["declared", other, untied]), ["tied", "untied"]);
 }

@@ -6,7 +6,7 @@
  *
  * Numbers are medians over --reps. With --random the folder needs a config.json alone, and the device
  * makes up the weights: tests/bench/make_random_model.py --config-only writes those of published
- * shapes. Names are as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
+ * shapes. The head of the table then says so, and each line of JSON has random_weights. Names are as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, if several of these are measured. The rate of a batch is its total, _ms the time
  * of all prompts together or of one step. _limit_ms is the least time that the machine allows: the
@@ -76,7 +76,7 @@ typedef struct subject {
 } subject;
 
 static row row_of(const settings *all, uint32_t threads) {
-  return (row){all->json, all->threads.len > 1, threads, 1};
+  return (row){all->json, all->random, all->threads.len > 1, threads, 1};
 }
 
 /* Measures prompt processing if depth is XSERV_UNSET_INT, else generation. Stores the median
@@ -315,9 +315,9 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   if (!good) {
     fprintf(stderr, "bench: %s\n", xserv_last_error());
   } else {
-    const bool tied = has_tied_embeddings(info.path);
-    fprintf(stderr, "%s, %.3g GB of weights, embeddings %s, %s, xserv %s\n", info.architecture,
-            (double)info.weights_bytes / 1e9, tied ? "tied" : "not tied", info.device, xserv_version());
+    const bool tied = all->random ? declares_tied_embeddings(info.path) : has_tied_embeddings(info.path);
+    fprintf(stderr, "%s, %.3g GB of %sweights, embeddings %s, %s, xserv %s\n", info.architecture,
+            (double)info.weights_bytes / 1e9, all->random ? "random " : "", tied ? "tied" : "not tied", info.device, xserv_version());
     of.model = model;
     of.work = model_work_of(&info, tied, options.embeddings);
     good = measure_model(&of, threads == all->threads.values[0]);
@@ -406,7 +406,7 @@ int run_bench(const char *name, int argc, char **argv) {
   if (no_speed) all.prompts.len = all.gen.len = 0;
   load->deterministic = all.deterministic;
   load->random_weights = all.random;
-  print_head(all.json);
+  print_head(all.json, all.random);
   for (size_t i = 0; i < all.threads.len; i++)
     if (!measure_threads(&all, all.threads.values[i])) return 1;
   return 0;

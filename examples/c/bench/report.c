@@ -4,8 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-void print_head(bool json) {
-  if (!json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", "metric", "value", "unit");
+void print_head(bool json, bool random_weights) {
+  const char *metric = random_weights ? "metric (random weights)" : "metric";
+  if (!json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", metric, "value", "unit");
 }
 
 void print_value(const row *row, const char *name, const char *unit, const char *better, double value) {
@@ -22,7 +23,7 @@ void print_value(const row *row, const char *name, const char *unit, const char 
   } else {
     printf("{\"metric\": \"%s\", \"value\": %.6g, \"unit\": \"%s\", \"better\": \"%s\"", full, value, unit, better);
     if (row->threads > 0) printf(", \"threads\": %u, \"batch\": %u", row->threads, row->batch);
-    puts("}");
+    puts(row->random_weights ? ", \"random_weights\": true}" : "}");
   }
   fflush(stdout);
 }

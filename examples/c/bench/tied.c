@@ -114,14 +114,19 @@ static bool begin_alike(const place *a, const place *b) {
   return alike;
 }
 
-bool has_tied_embeddings(const char *folder) {
+bool declares_tied_embeddings(const char *folder) {
   char *config = read_json(folder, "config.json");
   const char *said = member(config, "tie_word_embeddings");
   const bool tied = said != NULL ? begins_with(said, "true") : begins_with(member(config, "model_type"), "\"gpt2\"");
   free(config);
+  return tied;
+}
+
+bool has_tied_embeddings(const char *folder) {
   const char *embeddings[] = {"model.embed_tokens.weight", "wte.weight", "transformer.wte.weight"};
   place output, embedding;
-  if (!tied || !find_tensor(folder, "lm_head.weight", &output)) return tied;
+  if (!declares_tied_embeddings(folder)) return false;
+  if (!find_tensor(folder, "lm_head.weight", &output)) return true;
   for (size_t i = 0; i < sizeof embeddings / sizeof *embeddings; i++)
     if (find_tensor(folder, embeddings[i], &embedding)) return begin_alike(&output, &embedding);
   return true; /* the output matrix is the embedding */
