@@ -33,13 +33,18 @@ pub struct Work {
 /// The work of a model's operations: what they read and compute.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelWork {
-    /// Numbers in all weights but the embedding and the output matrix.
+    /// Numbers in all weights but the embedding, the output matrix and experts.
     pub layer_weights: f64,
     /// Numbers in the output matrix.
     pub output_weights: f64,
+    /// Numbers in the experts of all layers, the experts of a layer, and those that a token takes.
+    pub expert_weights: f64,
+    pub num_experts: f64,
+    pub experts_per_token: f64,
     /// The memory that these take, quantised or not.
     pub layer_bytes: f64,
     pub output_bytes: f64,
+    pub expert_bytes: f64,
     /// Bytes of keys and values of a token, in all layers.
     pub kv_bytes: f64,
     /// For a query and a key, in all layers.
@@ -56,19 +61,27 @@ impl ModelWork {
         self.windowed * context.min(self.window) + (1.0 - self.windowed) * context
     }
 
-    /// Returns the layers' matrices, the output matrix and attention, for one token of each of
-    /// `batch` sequences of `context` tokens.
-    pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
+    /// Returns the work of the experts that are read for `rows` tokens.
+    fn experts(&self, rows: f64) -> Work {
+        let share = self.experts_per_token / self.num_experts;
+        let is_read = 1.0 - (1.0 - share).powf(rows);
+        product(self.expert_bytes * is_read, self.expert_weights * share, rows)
+    }
+
+    /// Returns the layers' matrices without experts, the output matrix, attention and experts, for one
+    /// token of each of `batch` sequences of `context` tokens.
+    pub fn decode(&self, batch: f64, context: f64) -> [Work; 4] {
         let pairs = batch * self.seen(context);
         [
             product(self.layer_bytes, self.layer_weights, batch),
             product(self.output_bytes, self.output_weights, batch),
             Work { bytes: pairs * self.kv_bytes, flops: pairs * self.attention_flops },
+            self.experts(batch),
         ]
     }
 
     /// The same for a prompt of `num_tokens`, up to the logits of the last one.
-    pub fn prompt(&self, num_tokens: f64) -> [Work; 3] {
+    pub fn prompt(&self, num_tokens: f64) -> [Work; 4] {
         // A token attends to itself and those before it, as far as it sees them.
         let up_to = |num_tokens: f64| num_tokens * (num_tokens + 1.0) / 2.0;
         let hidden = up_to((num_tokens - self.window).max(0.0));
@@ -77,6 +90,7 @@ impl ModelWork {
             product(self.layer_bytes, self.layer_weights, num_tokens),
             product(self.output_bytes, self.output_weights, 1.0),
             Work { bytes: num_tokens * self.kv_bytes, flops: pairs * self.attention_flops },
+            self.experts(num_tokens),
         ]
     }
 }

@@ -286,11 +286,26 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     let windows = config.windows.iter().flatten();
     // Memory beyond the numbers is padding between small tensors, which no step reads.
     let in_memory = model.weights_bytes() as f64 - output_bytes * num_embeddings;
+    let layer_bytes = in_memory.min(2.0 * layer_weights);
+    let (expert_weights, num_experts, experts_per_token) =
+        config.experts.as_ref().map_or((0.0, 1.0, 1.0), |experts| {
+            let count = experts.routing.num_experts();
+            let of_a_layer = count * 3 * experts.width * config.hidden_size;
+            let num_layers = experts.layers.iter().filter(|&&has_experts| has_experts).count();
+            let per_token = experts.routing.experts_per_token();
+            ((num_layers * of_a_layer) as f64, count as f64, per_token as f64)
+        });
+    // Experts take the share of the layers' bytes that they have of their numbers.
+    let expert_bytes = layer_bytes * expert_weights / layer_weights;
     ModelWork {
-        layer_weights,
+        layer_weights: layer_weights - expert_weights,
         output_weights: embedding,
-        layer_bytes: in_memory.min(2.0 * layer_weights),
+        expert_weights,
+        num_experts,
+        experts_per_token,
+        layer_bytes: layer_bytes - expert_bytes,
         output_bytes,
+        expert_bytes,
         kv_bytes: model.kv_layout().bytes_per_token() as f64,
         attention_flops: 4.0 * (config.num_heads * config.head_dim * config.num_layers) as f64,
         window: windows.clone().next().map_or(f64::INFINITY, |&window| window as f64),

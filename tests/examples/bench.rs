@@ -106,8 +106,12 @@ fn random_weights_are_measured_from_a_config_alone() {
     let Some(programs) = crate::c::programs() else { return };
     let program = programs.join("bench");
     let common = ["--device", "cpu", "--threads", "1", "--reps", "1", "--gen", "4"];
-    for (name, shape) in [("qwen3", "qwen3-tiny"), ("gpt2", "gpt2-tiny")] {
-        let folder = config_alone(&format!("bench-config-{name}"), &[shape]);
+    let sizes =
+        "--layers 2 --hidden 128 --heads 4 --kv-heads 2 --head-dim 64 --vocab 1024 --experts 8 \
+                 --experts-per-token 2 --moe-intermediate 64";
+    let experts: Vec<&str> = ["qwen3-30b-a3b"].into_iter().chain(sizes.split(' ')).collect();
+    for shape in [&["qwen3-tiny"][..], &["gpt2-tiny"], &experts[..]] {
+        let folder = config_alone(&format!("bench-config-{}", shape[0]), shape);
         let bench = || {
             let mut bench = command(&program);
             bench.arg(&folder).args(common).args(["--prompts", "8", "--serve", "2"]);

@@ -2,8 +2,9 @@
  *
  *     bench_parts tied FOLDER...
  *     bench_parts declared FOLDER...
- *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS [WEIGHTS_BYTES EMBEDDINGS]
- *                                                                        (of Qwen3-8B's sizes)
+ *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS [WEIGHTS_BYTES EMBEDDINGS
+ *                        [EXPERT_WEIGHTS EXPERTS PER_TOKEN]]             (of Qwen3-8B's sizes)
+ *     bench_parts experts FOLDER NUM_LAYERS HIDDEN_SIZE
  *     bench_parts ceilings DTYPE                                         (of the CPU, with little work)
  *     bench_parts rounds NUM_THREADS                                     (of threads that wait)
  */
@@ -18,6 +19,7 @@
 #include <xserv.h>
 
 #include "bench/ceilings.h"
+#include "bench/experts.h"
 #include "bench/limits.h"
 #include "bench/rounds.h"
 #include "bench/tied.h"
@@ -36,13 +38,23 @@ static int print_limits(char **numbers, int count) {
   info.num_heads = 32;
   info.num_kv_heads = 8;
   info.head_dim = 128;
-  double given[8] = {[6] = 2.0 * (double)info.num_parameters, [7] = XSERV_WEIGHTS_AS_STORED};
+  double given[11] = {[6] = 2.0 * (double)info.num_parameters, [7] = XSERV_WEIGHTS_AS_STORED, [9] = 1, [10] = 1};
   for (int i = 0; i < count; i++) given[i] = strtod(numbers[i], NULL);
   const ceilings rates = {given[0], given[1]};
   info.weights_bytes = (uint64_t)given[6];
-  const model_work work = model_work_of(&info, given[2] != 0, (uint32_t)given[7]);
+  const expert_sizes experts = {given[8], given[9], given[10]};
+  const model_work work = model_work_of(&info, given[2] != 0, (uint32_t)given[7], experts);
   printf("%.17g %.17g %.17g\n", step_weight_bytes(&work), decode_limit_ms(&rates, &work, given[3], given[4]),
          prompt_limit_ms(&rates, &work, given[3], given[5]));
+  return 0;
+}
+
+static int print_experts(char **words) {
+  xserv_model_info info = {.struct_size = sizeof info, .path = words[0]};
+  info.num_layers = (uint32_t)strtoul(words[1], NULL, 10);
+  info.hidden_size = (uint32_t)strtoul(words[2], NULL, 10);
+  const expert_sizes experts = experts_of(&info);
+  printf("%.17g %.17g %.17g\n", experts.weights, experts.count, experts.per_token);
   return 0;
 }
 
@@ -76,7 +88,8 @@ static int print_rounds(uint32_t num_threads) {
 
 int main(int argc, char **argv) {
   if (argc == 3 && strcmp(argv[1], "rounds") == 0) return print_rounds((uint32_t)strtoul(argv[2], NULL, 10));
-  if ((argc == 8 || argc == 10) && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2, argc - 2);
+  if (argc == 5 && strcmp(argv[1], "experts") == 0) return print_experts(argv + 2);
+  if ((argc == 8 || argc == 10 || argc == 13) && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2, argc - 2);
   if (argc == 3 && strcmp(argv[1], "ceilings") == 0) return print_ceilings(argv[2]);
   const bool declared = argc > 2 && strcmp(argv[1], "declared") == 0;
   if (argc < 3 || (!declared && strcmp(argv[1], "tied") != 0)) return 2;

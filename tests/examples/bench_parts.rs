@@ -37,7 +37,16 @@ fn parts(arguments: &[&str]) -> Vec<String> {
         let program = work_folder("bench-parts").join("bench_parts");
         let bench = repository().join("examples/c/bench");
         let mut sources = vec![repository().join("tests/examples/bench_parts.c")];
-        let names = ["ceilings.c", "limits.c", "measure.c", "report.c", "rounds.c", "tied.c"];
+        let names = [
+            "ceilings.c",
+            "experts.c",
+            "json.c",
+            "limits.c",
+            "measure.c",
+            "report.c",
+            "rounds.c",
+            "tied.c",
+        ];
         sources.extend(names.map(|name| bench.join(name)));
         let include = format!("-I{}", repository().join("examples/c").display());
         let flags = ["-std=c11", &include, "-fsanitize=undefined", "-fno-sanitize-recover"];
@@ -102,6 +111,10 @@ fn limits_of_bench_and_steps_agree() {
     let work = ModelWork {
         layer_weights: 8_190_735_360.0 - 2.0 * embedding,
         output_weights: embedding,
+        expert_weights: 0.0,
+        num_experts: 1.0,
+        experts_per_token: 1.0,
+        expert_bytes: 0.0,
         layer_bytes: 2.0 * (8_190_735_360.0 - 2.0 * embedding),
         output_bytes: 2.0 * embedding,
         kv_bytes: 147_456.0,
@@ -118,6 +131,68 @@ fn limits_of_bench_and_steps_agree() {
         let [_, _, prompt] = limits_of_8b("0", "1", "1", &num_tokens.to_string());
         assert_near(ceilings.limit_ms(&work.prompt(num_tokens)), prompt);
     }
+    // Four in seven billion numbers are experts, of which a token takes 8 of 128.
+    let in_layers = work.layer_weights - 4e9;
+    let sparse = ModelWork {
+        layer_weights: in_layers,
+        layer_bytes: 2.0 * in_layers,
+        expert_weights: 4e9,
+        expert_bytes: 8e9,
+        num_experts: 128.0,
+        experts_per_token: 8.0,
+        ..work
+    };
+    let of_sparse = |batch: &str, num_tokens: &str| {
+        let rates = ["limits", "4706", "680", "0", batch, "512", num_tokens];
+        numbers(&parts(&[&rates[..], &["16381470720", "0", "4e9", "128", "8"]].concat()))
+    };
+    for (batch, tokens) in [("1", 1.0), ("8", 8.0), ("256", 256.0)] {
+        let decode = of_sparse(batch, "1")[1];
+        assert_near(ceilings.limit_ms(&sparse.decode(tokens, 512.0)), decode);
+    }
+    for (num_tokens, tokens) in [("8", 8.0), ("8192", 8192.0)] {
+        let prompt = of_sparse("1", num_tokens)[2];
+        assert_near(ceilings.limit_ms(&sparse.prompt(tokens)), prompt);
+    }
+    // One token reads a sixteenth of the experts, two of them those of 31 in 256.
+    let bytes = 2.0 * (in_layers + embedding) + 8e9 / 16.0;
+    assert_near(of_sparse("1", "1")[0], bytes);
+    assert_near(of_sparse("1", "1")[1], (bytes + 512.0 * 147_456.0) / 4706e9 * 1e3);
+    let bytes = 2.0 * (in_layers + embedding) + 8e9 * 31.0 / 256.0;
+    assert_near(of_sparse("2", "1")[1], (bytes + 2.0 * 512.0 * 147_456.0) / 4706e9 * 1e3);
+}
+
+/// In the layers that have them, with the defaults of the family for what the config leaves out.
+#[test]
+fn experts_are_those_of_the_config() {
+    let found = |folder: &Path| {
+        let config: Value =
+            serde_json::from_slice(&fs::read(folder.join("config.json")).expect("a config"))
+                .expect("JSON");
+        let [layers, hidden] =
+            ["num_hidden_layers", "hidden_size"].map(|key| config[key].to_string());
+        numbers(&parts(&["experts", folder.to_str().expect("a path"), &layers, &hidden]))
+    };
+    let moe = random_model("experts-moe", &["qwen3-30b-a3b", "--config-only"]);
+    let of_a_layer = 128.0 * 3.0 * 768.0 * 2048.0;
+    assert_eq!(found(&moe), [48.0 * of_a_layer, 128.0, 8.0]);
+    change_config(&moe, |config| {
+        config.retain(|key, _| !["num_experts", "moe_intermediate_size"].contains(&key.as_str()));
+        config.insert("decoder_sparse_step".into(), 2.into());
+        config.insert("mlp_only_layers".into(), json!([0, 3, 47]));
+        config.insert("num_experts_per_tok".into(), 4.into());
+    });
+    // Every second one of 48, but two.
+    assert_eq!(found(&moe), [22.0 * of_a_layer, 128.0, 4.0]);
+    change_config(&moe, |config| {
+        config.insert("model_type".into(), "mixtral".into());
+        config.insert("num_local_experts".into(), 4.into());
+        config.insert("intermediate_size".into(), 100.into());
+        config.remove("num_experts_per_tok");
+    });
+    assert_eq!(found(&moe), [48.0 * 4.0 * 3.0 * 100.0 * 2048.0, 4.0, 2.0]);
+    let dense = random_model("experts-none", &["qwen3-tiny", "--config-only"]);
+    assert_eq!(found(&dense)[0], 0.0);
 }
 
 /// A query reads the keys of its window, and a prompt each key once.
@@ -126,6 +201,10 @@ fn limits_of_steps_know_windows() {
     let all = ModelWork {
         layer_weights: 1e6,
         output_weights: 1e5,
+        expert_weights: 0.0,
+        num_experts: 1.0,
+        experts_per_token: 1.0,
+        expert_bytes: 0.0,
         layer_bytes: 2e6,
         output_bytes: 2e5,
         kv_bytes: 100.0,

@@ -217,7 +217,7 @@ pub fn build_program(compiler: &str, sources: &[PathBuf], flags: &[&str], progra
         .args(sources)
         .arg("-L")
         .arg(&library)
-        .arg("-lxserv")
+        .args(["-lxserv", "-lm"])
         .arg("-o")
         .arg(program));
 }

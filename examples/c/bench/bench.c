@@ -319,7 +319,7 @@ static bool measure_threads(const settings *all, uint32_t threads) {
     fprintf(stderr, "%s, %.3g GB of %sweights, embeddings %s, %s, xserv %s\n", info.architecture,
             (double)info.weights_bytes / 1e9, all->random ? "random " : "", tied ? "tied" : "not tied", info.device, xserv_version());
     of.model = model;
-    of.work = model_work_of(&info, tied, options.embeddings);
+    of.work = model_work_of(&info, tied, options.embeddings, experts_of(&info));
     good = measure_model(&of, threads == all->threads.values[0]);
   }
   xserv_model_free(model);
