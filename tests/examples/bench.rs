@@ -104,38 +104,36 @@ fn config_alone(name: &str, arguments: &[&str]) -> PathBuf {
 #[test]
 fn random_weights_are_measured_from_a_config_alone() {
     let Some(programs) = crate::c::programs() else { return };
-    let program = programs.join("bench");
-    let common = ["--device", "cpu", "--threads", "1", "--reps", "1", "--gen", "4"];
-    let sizes =
-        "--layers 2 --hidden 128 --heads 4 --kv-heads 2 --head-dim 64 --vocab 1024 --experts 8 \
-                 --experts-per-token 2 --moe-intermediate 64";
-    let experts: Vec<&str> = ["qwen3-30b-a3b"].into_iter().chain(sizes.split(' ')).collect();
-    for shape in [&["qwen3-tiny"][..], &["gpt2-tiny"], &experts[..]] {
+    let sizes = "--layers 2 --hidden 128 --heads 4 --kv-heads 2 --head-dim 64 --vocab 1024";
+    let experts = "--experts 8 --experts-per-token 2 --moe-intermediate 64";
+    let mut sparse = vec!["qwen3-30b-a3b"];
+    sparse.extend(sizes.split(' ').chain(experts.split(' ')));
+    for shape in [&["qwen3-tiny"][..], &["gpt2-tiny"], &sparse[..]] {
         let folder = config_alone(&format!("bench-config-{}", shape[0]), shape);
         let bench = || {
-            let mut bench = command(&program);
-            bench.arg(&folder).args(common).args(["--prompts", "8", "--serve", "2"]);
+            let mut bench = command(programs.join("bench"));
+            bench.arg(&folder).args(["--device", "cpu", "--threads", "1", "--reps", "1"]);
             bench
         };
         let refused = outcome(&mut bench());
         assert_eq!(refused.code, Some(1), "{}", refused.stderr);
         assert!(refused.stderr.contains("model.safetensors"), "{}", refused.stderr);
-        for stored_as in [&[][..], &["--weights", "int4", "--embeddings", "int8"]] {
-            let said = run(bench().arg("--random").args(stored_as));
-            assert!(said.stdout.starts_with("| metric (random weights) "), "{}", said.stdout);
-            assert!(said.stderr.contains(" GB of random weights, "), "{}", said.stderr);
-            for metric in ["pp8_tok_s", "tg4_tok_s", "serve2_tok_s"] {
-                assert!(said.stdout.contains(&format!("| {metric} ")), "{}", said.stdout);
-            }
+        let said = run(bench().args(["--random", "--prompts", "8", "--gen", "4"]));
+        assert!(said.stdout.starts_with("| metric (random weights) "), "{}", said.stdout);
+        assert!(said.stderr.contains(" GB of random weights, "), "{}", said.stderr);
+        for metric in ["pp8_tok_s", "tg4_tok_s"] {
+            assert!(said.stdout.contains(&format!("| {metric} ")), "{}", said.stdout);
         }
-        let printed = run(bench().args(["--random", "--json"])).stdout;
+        let quantised = ["--weights", "int4", "--embeddings", "int8", "--no-speed", "--serve", "2"];
+        let printed = run(bench().args(["--random", "--json"]).args(quantised)).stdout;
         for line in printed.lines() {
             let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
             assert_eq!(line["random_weights"], true, "{line}");
         }
-        assert!(printed.contains("\"pp8_tok_s\""), "{printed}");
+        assert!(printed.contains("\"serve2_tok_s\""), "{printed}");
     }
-    let stored = run(command(&program).arg(model()).args(common).args(["--prompts", "8"]));
+    let stored = ["--no-speed", "--device", "cpu", "--threads", "1"];
+    let stored = run(command(programs.join("bench")).arg(model()).args(stored));
     assert!(!stored.stdout.contains("random") && !stored.stderr.contains("random"));
 }
 
