@@ -1,7 +1,7 @@
 # Finds the tools that the scripts need besides Cargo's own, and installs CMake when it is missing:
 # without root, into target/tools of this repository.
 #
-# Sourced by scripts, which then have find_cargo, find_compiler and find_cmake; or run as
+# Sourced by scripts, which then have find_cargo, find_compiler, find_cmake and cargo_tests; or run as
 #     bash tests/support/tools.sh cmake
 # which prints the path of a CMake, as the Rust tests do. Progress messages go to stderr.
 #
@@ -99,6 +99,16 @@ install_nvcc() {
   python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
     --target "$tools_repository/.cuda" nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
     nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 >&2
+}
+
+# Builds or runs all tests but those of the documentation, with these arguments of cargo test. Those inside the
+# library need it compiled once more for them alone, which takes minutes if it is optimised.
+cargo_tests() {
+  local code=0
+  cargo test --locked --no-fail-fast --lib --config profile.dev.package.xserv.opt-level=0 "$@" || code=$?
+  cargo build --locked --examples || code=$?
+  cargo test --locked --no-fail-fast --test '*' "$@" || code=$?
+  return "$code"
 }
 
 # Prints one line about the CUDA tools and GPUs found.
