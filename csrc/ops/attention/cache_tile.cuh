@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "common/e4m3_pair.cuh"
 #include "ops/attention/attention.cuh"
 #include "ops/quantised/decode.cuh"
 

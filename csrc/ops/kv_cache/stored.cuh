@@ -5,6 +5,7 @@
 
 #include "common/dtype.cuh"
 #include "common/e4m3.cuh"
+#include "common/e4m3_pair.cuh"
 
 namespace xserv {
 

@@ -14,6 +14,7 @@
 #include "common/pdl.cuh"
 #include "ops/linear/own_inputs.cuh"
 #include "ops/quantised/activations.cuh"
+#include "ops/quantised/decode_in_order.cuh"
 
 namespace xserv {
 

@@ -15,7 +15,7 @@
 // Needs: in_features a multiple of 8; groups of multiples of 32 inputs, or whole rows.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "ops/linear/narrow.cuh"
-#include "ops/quantised/decode.cuh"
+#include "ops/quantised/decode_in_order.cuh"
 
 namespace xserv {
 

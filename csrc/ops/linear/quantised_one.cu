@@ -18,6 +18,7 @@
 // added up by one warp each, in turn, while the others go on.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/bulk_copy.cuh"
+#include "common/e4m3_pair.cuh"
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"
 #include "common/pdl.cuh"

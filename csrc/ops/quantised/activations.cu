@@ -1,5 +1,6 @@
 // Activations in FP8 (activations.cuh): their codes and scales, also those of rows to be
 // normalised, or their numbers.
+#include "common/e4m3.cuh"
 #include "common/layouts.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"

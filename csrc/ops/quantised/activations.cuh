@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #include "common/gemv.cuh"
-#include "common/e4m3.cuh"
+#include "common/e4m3_pair.cuh"
 
 namespace xserv {
 
