@@ -42,6 +42,47 @@ kernel_struct! {
     }
 }
 
+/// What a launch says of a product besides its operands.
+pub(in crate::ops) struct QuantisedLaunch {
+    pub epilogue: Epilogue,
+    /// log2 of the warps of a block that have different rows.
+    pub row_shift: u32,
+    /// What [`units`] gives.
+    pub group_factor: u32,
+}
+
+impl QuantisedParams {
+    /// Returns the argument for x `[num_tokens, k]` and out `[num_tokens, n]`, without a bias.
+    pub(in crate::ops) fn new(
+        weight: &QuantisedTiles<'_>,
+        x: &Tensor,
+        out: &Tensor,
+        (num_tokens, n): (u32, i32),
+        how: &QuantisedLaunch,
+    ) -> Self {
+        let (layout, regions) = (weight.layout(), weight.regions());
+        QuantisedParams {
+            x: x.data(),
+            codes: regions.codes,
+            scales: regions.scales,
+            zeros: regions.zeros,
+            out: out.data(),
+            bias: std::ptr::null_mut(),
+            ldo: n.into(),
+            num_tokens: num_tokens as i32,
+            n,
+            k: layout.in_features() as i32,
+            num_tiles: layout.num_tiles() as i32,
+            num_chunks: layout.num_chunks() as i32,
+            num_groups: layout.num_groups() as i32,
+            group_factor: how.group_factor,
+            scale_type: scale_number(layout.format().scale),
+            epilogue: epilogue_number(how.epilogue),
+            row_shift: how.row_shift as i32,
+        }
+    }
+}
+
 /// The bytes that a multiprocessor must have under way for the memory's full rate.
 const BYTES_UNDER_WAY: u64 = 32 << 10;
 /// The bytes that could be read while a block begins and ends, and while the blocks of a cluster add
@@ -50,6 +91,13 @@ const BLOCK_BYTES: u64 = 6 << 10;
 const EXCHANGE_BYTES: u64 = 10 << 10;
 /// Bytes of activations, which come from the L2, cost this fraction of bytes of weights.
 const ACTIVATIONS_COST: u64 = 3;
+
+/// Returns the bytes of shared memory of a block with `ahead` chunks under way: the rings of all warps, which
+/// take the sums at the end.
+pub(in crate::ops) fn shared_bytes(ahead: u64, tokens: u64, chunk_bytes: u64, scales: u64) -> u64 {
+    let ring = ahead * TILES * (chunk_bytes + scales * GROUP_BYTES);
+    WARPS * ring.max(TILES * (tokens / 8) * 512)
+}
 
 /// How a product is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,12 +167,10 @@ impl Division {
         (TILES, if is_int4 { 6 } else { 4 }, if self.tokens <= 16 { 2 } else { 1 })
     }
 
-    /// The bytes of shared memory: the rings of all warps, which take the sums at the end.
+    /// See [`shared_bytes`].
     fn shared_bytes(&self, chunk_bytes: u64, scales: u64) -> u64 {
-        let (tiles, ahead, _) = self.variant(chunk_bytes);
-        let ring = ahead * tiles * (chunk_bytes + scales * GROUP_BYTES);
-        let sums = tiles * (self.tokens / 8) * 512;
-        WARPS * ring.max(sums)
+        let (_, ahead, _) = self.variant(chunk_bytes);
+        shared_bytes(ahead, self.tokens, chunk_bytes, scales)
     }
 
     /// The tiles of a block.
@@ -213,7 +259,6 @@ pub fn linear_quantised(
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
     let layout = weight.layout();
-    let k = layout.in_features();
     check_product(x, layout, bias, epilogue, out)?;
     if out.is_empty() {
         return Ok(());
@@ -246,25 +291,10 @@ pub fn linear_quantised(
             "no quantised product of {num_tokens} tokens with {layout:?} in {dtype}"
         )));
     };
-    let regions = weight.regions();
+    let how = QuantisedLaunch { epilogue, row_shift, group_factor };
     let params = QuantisedParams {
-        x: x.data(),
-        codes: regions.codes,
-        scales: regions.scales,
-        zeros: regions.zeros,
-        out: out.data(),
         bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
-        ldo: n.into(),
-        num_tokens: num_tokens as i32,
-        n,
-        k: k as i32,
-        num_tiles: layout.num_tiles() as i32,
-        num_chunks: layout.num_chunks() as i32,
-        num_groups: layout.num_groups() as i32,
-        group_factor,
-        scale_type: scale_number(layout.format().scale),
-        epilogue: epilogue_number(epilogue),
-        row_shift: row_shift as i32,
+        ..QuantisedParams::new(weight, x, out, (num_tokens, n), &how)
     };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; it reads the regions of the tiles and rows of x, and its stores

@@ -15,7 +15,7 @@ pub(super) const MULTIPROCESSORS: u64 = cuda_parts::MULTIPROCESSORS as u64;
 pub(super) const WARPS: u64 = 8;
 pub(super) const WARPS_SHIFT: u32 = 3;
 /// The tiles of a warp.
-pub(super) const TILES: u64 = 2;
+pub(in crate::ops) const TILES: u64 = 2;
 /// The bytes of the scales and zeros of a group of a tile in shared memory.
 pub(super) const GROUP_BYTES: u64 = 80;
 
@@ -59,8 +59,16 @@ pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
     while !layout.group_size().is_multiple_of(inputs / scales) && inputs / scales > CHUNK / 2 {
         scales *= 2;
     }
-    let group_units = layout.group_size() / (inputs / scales);
-    (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
+    (scales, factor_of_units(layout, inputs / scales))
+}
+
+/// Returns by what the number of a unit of `inputs` inputs is multiplied to find its group.
+pub(in crate::ops) fn factor_of_units(layout: &TileLayout, inputs: usize) -> u32 {
+    if layout.num_groups() == 1 {
+        return 0;
+    }
+    let group_units = layout.group_size() / inputs;
+    (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32
 }
 
 /// The number by which kernels know what becomes of sums.
