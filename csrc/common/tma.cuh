@@ -58,6 +58,15 @@ __device__ __forceinline__ void tma_load_4d(uint32_t target, const TensorMap* ma
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(uint32_t target, const TensorMap* map, uint32_t barrier, int c0,
+                                            int c1, int c2, int c3, int c4, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(uint32_t target, const TensorMap* map, uint32_t barrier, int c0,
                                             int c1, int c2, int c3) {
   asm volatile(

@@ -12,7 +12,8 @@ use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
 use crate::ops::attention::cpu_paged::AttentionScratch;
-use crate::ops::experts::cpu::{ExpertSizes, ExpertsScratch};
+use crate::ops::experts::cpu::ExpertsScratch;
+use crate::ops::experts::ExpertSizes;
 use crate::ops::linear::cpu::{LinearCall, LinearScratch, WeightForm};
 
 /// Buffers for one forward pass at a time.

@@ -16,7 +16,7 @@
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors; `binary` names the functions | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose, `cuda_quantised` in a quantised table | `xserv_op_embedding` | `tests/ops/embedding.rs` |
-//! | [`experts`] | `cpu` tokens in f32, matrices as linear layers take them |  | `tests/ops/experts.rs` |
+//! | [`experts`] | `cpu` tokens in f32, matrices as linear layers take them; `cuda` tokens of a model, through `cuda_routes` and `cuda_products`, with the `matrices` of all experts, rounded after each step |  | `tests/ops/experts.rs` |
 //! | [`fill`] | `cpu` typed slices and bytes of files; `cuda` tensors |  | `tests/ops/fill.rs` |
 //! | [`gemm`] | `cpu`, `cpu_gemv` typed slices, with `cpu_shape` and `cpu_scale`, and `cpu_tiles` for bf16; `options` what a caller may ask for; `cuda` tensors, through `choice` and `layout`; `backward` gradients | `xserv_op_gemm`, `xserv_op_gemm_backward` | `tests/ops/gemm/` |
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |

@@ -169,13 +169,15 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 23] = [
+const ARROWS: [(&str, &str); 25] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
     ("attention", "softmax"),
     ("embedding", "quantised"),
+    ("experts", "embedding"),
     ("experts", "linear"),
+    ("experts", "quantised"),
     ("experts", "softmax"),
     ("linear", "attention"),
     ("linear", "elementwise"),

@@ -199,6 +199,10 @@ fn what_unused_memory_holds_changes_nothing_on_the_cpu() {
                     ..load_options()
                 };
                 let is_exact = !is_quantised || *deterministic == 1;
+                // Then a token may also choose another expert, of which no bound follows.
+                if !is_exact && name.contains("Moe") {
+                    continue;
+                }
                 let found = differences(dir.path(), &options, is_exact);
                 let what = format!("{name}, {dtype:?}, {weights:?}, {deterministic}");
                 assert_eq!(found, [[0; 2]; 2], "{what}");

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of
-//! 32B is timed without 60 GB of files. The library has this for Rust only, so `bench`, which is C,
-//! needs the files.
+//! 32B is timed without 60 GB of files. A mixture of experts takes random tokens too (`--draw 1,0,1`):
+//! where all sequences go on with the same token, they choose the same experts.
 //!
 //! `--decode BxC`: B sequences of C tokens take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens).

@@ -184,8 +184,9 @@ fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
         let want = logits(&load(dir.str(), Some(DType::F32), 2));
         for (weights, embeddings) in CHOICES {
             let bar = bar_of(weights, name);
-            // The error of bf16 comes on top.
-            for (dtype, more) in [(DType::F32, 0.0), (DType::BF16, 0.03)] {
+            // The error of bf16 comes on top; it may give a token another expert.
+            let of_bf16 = if name == EXPERTS { 0.3 } else { 0.03 };
+            for (dtype, more) in [(DType::F32, 0.0), (DType::BF16, of_bf16)] {
                 let what = format!("{name}, {weights:?}, embeddings {embeddings:?}, {dtype}");
                 let context = cuda_context().expect("there is a device");
                 let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };

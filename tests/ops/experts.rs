@@ -1,6 +1,8 @@
 //! Mixtures of experts against a reference in f64: weights of all types, ties, experts that tokens share
 //! and experts without tokens.
 
+mod cuda;
+
 use crate::linear::cpu_quantised::weights;
 use crate::quantised::random_matrix;
 use crate::support::{
@@ -11,8 +13,8 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::{PackedMatrix, PairOrder};
-use xserv::ops::experts::cpu::{experts, route, ExpertMatrices, ExpertSizes, ExpertsScratch};
-use xserv::ops::experts::Routing;
+use xserv::ops::experts::cpu::{experts, route, ExpertMatrices, ExpertsScratch};
+use xserv::ops::experts::{ExpertSizes, Routing};
 use xserv::ops::linear::cpu::LinearScratch;
 use xserv::ops::linear::HostMatrix;
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedPanels};
@@ -114,11 +116,22 @@ impl Case {
         ids.into_iter().map(|id| (id, powers[id] / divisor)).collect()
     }
 
+    /// Returns the logits of all tokens in f64.
+    pub fn logits(&self, inputs: &Inputs) -> Vec<f64> {
+        inputs.x.chunks(self.hidden).flat_map(|x| product(x, &inputs.router)).collect()
+    }
+
     /// Returns the result in f64.
     pub fn reference(&self, inputs: &Inputs) -> Vec<f64> {
+        self.reference_by(inputs, &self.logits(inputs))
+    }
+
+    /// Returns the result with these logits.
+    pub fn reference_by(&self, inputs: &Inputs, logits: &[f64]) -> Vec<f64> {
         let mut all: Vec<f64> = inputs.out.iter().map(|&v| f64::from(v)).collect();
-        for (x, out) in inputs.x.chunks(self.hidden).zip(all.chunks_mut(self.hidden)) {
-            for (id, weight) in self.choose(&product(x, &inputs.router)) {
+        let tokens = inputs.x.chunks(self.hidden).zip(logits.chunks(self.num_experts));
+        for ((x, logits), out) in tokens.zip(all.chunks_mut(self.hidden)) {
+            for (id, weight) in self.choose(logits) {
                 let products = product(x, &inputs.gate_up[id]);
                 let (gate, up) = products.split_at(self.width);
                 let inner: Vec<f64> =

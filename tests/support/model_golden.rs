@@ -173,6 +173,15 @@ pub fn tiny_qwen3() -> Option<Golden> {
 }
 
 impl Golden {
+    /// Whether tokens choose experts. Which they are may be in doubt in any 16-bit type, in rows of a prompt
+    /// before those that are compared.
+    pub fn has_experts(&self) -> bool {
+        match &self.model {
+            ModelSource::Folder(_) => self.name.contains("moe"),
+            ModelSource::Made(model, _) => model.config.get("num_experts_per_tok").is_some(),
+        }
+    }
+
     /// Reads the references in `refs_dir` of the model in `model_dir`.
     pub fn read(name: &str, model_dir: &Path, refs_dir: &Path) -> Golden {
         let prompts: Vec<Prompt> = list(&json(&refs_dir.join("prompts.json")))

@@ -253,6 +253,40 @@ kernels! {
     "embedding/quantised" {
         EMBEDDING_QUANTISED "xserv_embedding_quantised" f32 f16 bf16;
     }
+    "experts/combine" {
+        EXPERTS_COMBINE_ONE "xserv_experts_combine_one" f32 f16 bf16;
+        EXPERTS_COMBINE_VEC "xserv_experts_combine_vec" f32 f16 bf16;
+    }
+    "experts/normed_route" {
+        EXPERTS_NORMED_ROUTE "xserv_experts_normed_route" f16 bf16;
+    }
+    "experts/quantised" {
+        EXPERTS_QUANTISED_FP8_32 "xserv_experts_quantised_fp8_32" f16 bf16;
+        EXPERTS_QUANTISED_FP8_64 "xserv_experts_quantised_fp8_64" f16 bf16;
+        EXPERTS_QUANTISED_FP8_8 "xserv_experts_quantised_fp8_8" f16 bf16;
+        EXPERTS_QUANTISED_INT4_32 "xserv_experts_quantised_int4_32" f16 bf16;
+        EXPERTS_QUANTISED_INT4_64 "xserv_experts_quantised_int4_64" f16 bf16;
+        EXPERTS_QUANTISED_INT4_8 "xserv_experts_quantised_int4_8" f16 bf16;
+        EXPERTS_QUANTISED_INT8_32 "xserv_experts_quantised_int8_32" f16 bf16;
+        EXPERTS_QUANTISED_INT8_64 "xserv_experts_quantised_int8_64" f16 bf16;
+        EXPERTS_QUANTISED_INT8_8 "xserv_experts_quantised_int8_8" f16 bf16;
+    }
+    "experts/route" {
+        EXPERTS_ROUTE "xserv_experts_route" f32 f16 bf16;
+        EXPERTS_SORT "xserv_experts_sort";
+    }
+    "experts/tiled" {
+        EXPERTS_TILED_PLAIN "xserv_experts_tiled_plain" f32 f16 bf16;
+        EXPERTS_TILED_SWIGLU "xserv_experts_tiled_swiglu" f32 f16 bf16;
+    }
+    "experts/wgmma" {
+        EXPERTS_PLAIN_128X16 "xserv_experts_plain_128x16" f16 bf16;
+        EXPERTS_PLAIN_128X64 "xserv_experts_plain_128x64" f16 bf16;
+        EXPERTS_PLAIN_256X128 "xserv_experts_plain_256x128" f16 bf16;
+        EXPERTS_SWIGLU_128X16 "xserv_experts_swiglu_128x16" f16 bf16;
+        EXPERTS_SWIGLU_128X64 "xserv_experts_swiglu_128x64" f16 bf16;
+        EXPERTS_SWIGLU_256X128 "xserv_experts_swiglu_256x128" f16 bf16;
+    }
     "fill/fill" {
         FILL "xserv_fill" f32 f16 bf16;
     }

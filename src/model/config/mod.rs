@@ -42,6 +42,8 @@ pub mod limits {
     pub const VOCAB_SIZE: usize = 1 << 22;
     /// The limit of the number of experts of a layer.
     pub const NUM_EXPERTS: usize = 1024;
+    /// The limit of the number of experts of a token.
+    pub const EXPERTS_PER_TOKEN: usize = 32;
     /// The limit of the number of experts of all layers: each is planned by itself, however small it is.
     pub const ALL_EXPERTS: usize = 1 << 16;
     /// The limit of the context length in tokens.
@@ -196,6 +198,15 @@ impl ModelConfig {
         } else {
             0
         }
+    }
+
+    /// Returns the width of all that a token passes in a layer's MLP or experts.
+    pub(super) fn mlp_width_of_token(&self) -> usize {
+        let of_experts = self
+            .experts
+            .as_ref()
+            .map_or(0, |experts| experts.routing.experts_per_token().saturating_mul(experts.width));
+        self.dense_mlp_width().max(of_experts)
     }
 
     /// Returns the number of columns of the first product of the MLP: gate and up together if it is

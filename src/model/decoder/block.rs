@@ -247,9 +247,13 @@ impl ExpertWeights<MatrixPlan> {
     fn read<R: WeightReader>(&self, reader: &mut R) -> Result<ExpertWeights<R::Matrix>> {
         let router = reader.matrix(&self.router)?;
         let mut read = |plans: &[MatrixPlan]| {
+            let takes_format = reader.takes_format_of_experts(plans)?;
             let mut matrices = try_with_capacity(plans.len(), "experts")?;
             for plan in plans {
-                matrices.push(reader.matrix(plan)?);
+                matrices.push(match takes_format {
+                    true => reader.matrix(plan)?,
+                    false => reader.matrix(&plan.dense())?,
+                });
             }
             Ok(matrices)
         };

@@ -1,7 +1,7 @@
 //! The forward pass on a device, which queues operators on a stream. The residual stream and all
 //! activations have the model's element type, and are rounded where Transformers rounds them.
 
-use super::block::{Block, LinearWeights, MlpWeights, NormWeights};
+use super::block::{Block, ExpertWeights, LinearWeights, MlpWeights, NormWeights};
 use crate::backend::cuda::CudaContext;
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, ErrorKind, Result};
@@ -20,6 +20,7 @@ use crate::ops::elementwise::add;
 use crate::ops::embedding::cuda_chosen::embedding_chosen;
 use crate::ops::embedding::cuda_quantised::embedding_quantised;
 use crate::ops::embedding::embedding;
+use crate::ops::experts::{experts, has_normed_experts, normed_experts, Stream};
 use crate::ops::kv_cache::cuda::kv_cache_append;
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::linear::{Layer, LinearPass, Matrix, Norm, ResidualStream, WeightFormat};
@@ -423,8 +424,35 @@ impl DevicePass<'_> {
                 self.gelu(&act.mlp_up)?;
                 self.linear.add_to(stream, &act.mlp_up, &layer("down_proj", down))
             }
-            MlpWeights::Experts(_) => Err(Error::unsupported("experts on CUDA")),
+            MlpWeights::Experts(weights) => self.experts(weights, &norm, stream),
         }
+    }
+
+    /// Adds the experts of every token to the stream.
+    fn experts(
+        &self,
+        weights: &ExpertWeights<Matrix>,
+        norm: &Norm<'_>,
+        stream: &mut ResidualStream,
+    ) -> Result<()> {
+        let layer = self.model.expert_layer(self.config, weights)?;
+        if let (Norm::Rms { weight, eps }, true) = (norm, self.linear.has_whole_stream()) {
+            if let WeightFormat::Dense(_) = weights.router.format() {
+                let router = &**weights.router.dense_data()?;
+                let (hidden, normed) = (&stream.hidden, &stream.normed);
+                let stream = Stream { hidden, norm: (weight, *eps), router, normed };
+                if has_normed_experts(&stream) {
+                    return normed_experts(self.context, &layer, &stream);
+                }
+            }
+        }
+        self.linear.normalise_whole(stream, norm)?;
+        let shape = [stream.num_rows(), layer.routing.num_experts()];
+        let element = stream.normed.element();
+        let logits = DeviceTensor::temporary(self.context, element, &shape, "logits of experts")?;
+        let router = Layer { name: "router", weight: &weights.router, bias: None };
+        self.linear.plain(&stream.normed, &router, &logits)?;
+        experts(self.context, &layer, &stream.normed, &logits, &stream.hidden)
     }
 
     /// Computes `x = gelu_tanh(x)`.

@@ -46,7 +46,7 @@ impl Lead {
 /// all may be.
 pub(super) fn layers_ahead(config: &ModelConfig, num_tokens: usize) -> Option<usize> {
     let heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim;
-    let weights = config.hidden_size as f64 * (heads + 3 * config.intermediate_size) as f64;
+    let weights = config.hidden_size as f64 * (heads + 3 * config.mlp_width_of_token()) as f64;
     let seconds = 2.0 * weights * num_tokens as f64 / FLOPS;
     let layers = ((SECONDS_AHEAD / seconds).ceil() as usize).max(2);
     (layers <= MAX_LAYERS && layers < config.num_layers).then_some(layers)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::model::{rope_bytes, DeviceModel, RopeTables};
+use super::model::{expert_layer, rope_bytes, DeviceModel, RopeTables};
 use super::scratch::{attention_sizes, ProductShapes};
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::Result;
@@ -12,6 +12,7 @@ use crate::model::decoder::block::{Decoder, DecoderPlan, LinearWeights, MlpWeigh
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::{device as load, Loader};
 use crate::ops::attention::AttentionPlan;
+use crate::ops::experts::{check_experts, StridedMatrices};
 use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
 use crate::ops::rope::cuda_rounded::rope_tables;
@@ -52,6 +53,23 @@ fn all_products<'a>(
         [qkv, output, up, down].into_iter().flatten()
     });
     std::iter::once(output).chain(blocks)
+}
+
+/// Refuses experts that no kernel serves.
+fn check_all_experts(
+    context: &ComputeContext,
+    config: &ModelConfig,
+    weights: &Decoder<Matrix, DeviceTensor>,
+    dtype: DType,
+    is_deterministic: bool,
+) -> Result<()> {
+    for block in &weights.blocks {
+        let MlpWeights::Experts(experts) = &block.mlp else { continue };
+        StridedMatrices::check(&experts.gate_up)?;
+        StridedMatrices::check(&experts.down)?;
+        check_experts(context, &expert_layer(config, experts, is_deterministic)?, dtype)?;
+    }
+    Ok(())
 }
 
 /// A model that is being loaded onto a device.
@@ -114,13 +132,19 @@ impl<'a> DeviceModelLoad<'a> {
             let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic)?;
             let sizes = DecoderSizes {
                 hidden_size: config.hidden_size,
-                intermediate_size: config.intermediate_size,
+                // The kernels for one size of MLP are not for experts.
+                intermediate_size: if config.experts.is_some() {
+                    0
+                } else {
+                    config.intermediate_size
+                },
                 has_rms_norms: config.norm == NormKind::Rms,
                 dtype,
             };
             let products = all_products(config, weights);
             let linear =
                 LinearPlan::find(&context, &attention, &sizes, products, is_deterministic)?;
+            check_all_experts(&context, config, weights, dtype, is_deterministic)?;
             Ok((rope, attention, linear))
         })?;
         let model = DeviceModel {

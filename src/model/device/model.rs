@@ -10,9 +10,10 @@ use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::config::ModelConfig;
-use crate::model::decoder::block::Decoder;
+use crate::model::decoder::block::{Decoder, ExpertWeights};
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::AttentionPlan;
+use crate::ops::experts::{ExpertLayer, StridedMatrices};
 use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{LinearPlan, Matrix};
 
@@ -39,12 +40,37 @@ pub(in crate::model) struct RopeTables {
     pub sin: DeviceTensor,
 }
 
+/// Returns the operands of a layer with experts.
+pub(super) fn expert_layer<'a>(
+    config: &ModelConfig,
+    weights: &'a ExpertWeights<Matrix>,
+    is_deterministic: bool,
+) -> Result<ExpertLayer<'a>> {
+    let experts = config.experts.as_ref();
+    let routing = experts.ok_or_else(|| Error::internal("experts without a config"))?.routing;
+    Ok(ExpertLayer {
+        routing,
+        gate_up: StridedMatrices::new(&weights.gate_up)?,
+        down: StridedMatrices::new(&weights.down)?,
+        is_deterministic,
+    })
+}
+
 impl DeviceModel {
     /// Returns one tensor of each allocation that holds weights or tables; both are the same if
     /// there are no tables.
     pub(super) fn allocations(&self) -> [&DeviceTensor; 2] {
         let weights = self.weights.tokens.embedding.data();
         [weights, self.rope.as_ref().map_or(weights, |rope| &rope.cos)]
+    }
+
+    /// Returns the operands of a layer with experts.
+    pub fn expert_layer<'a>(
+        &self,
+        config: &ModelConfig,
+        weights: &'a ExpertWeights<Matrix>,
+    ) -> Result<ExpertLayer<'a>> {
+        expert_layer(config, weights, self.is_deterministic)
     }
 
     /// Returns the element type of weights and activations.

@@ -4,7 +4,7 @@
 use super::limits::{PassLimits, MAX_STEP_ROWS};
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::model::config::ModelConfig;
+use crate::model::config::{ExpertsConfig, ModelConfig};
 use crate::model::decoder::block::DecoderPlan;
 use crate::model::load::device::matrix_geometry;
 use crate::model::load::device_quantised::device_tiles;
@@ -12,11 +12,12 @@ use crate::model::load::heads::HeadSpacing;
 use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::model::step::MAX_TOP_LOG_PROBS;
 use crate::ops::attention::AttentionSizes;
+use crate::ops::experts::ExpertSizes;
 use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::{KvFormat, BLOCK_SIZE};
 use crate::ops::linear::MatrixLayout;
 use crate::ops::quantised::QuantFormat;
-use crate::ops::{attention, linear, top_k};
+use crate::ops::{attention, experts, linear, top_k};
 
 /// The shape of a weight, and how it is quantised on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +121,13 @@ impl Scratch {
             attention::scratch_bytes(&sizes, dtype, limits.rows(), max_keys, is_deterministic);
         let rows = limits.num_tokens.clamp(1, MAX_STEP_ROWS);
         let log_probs = top_k::scratch_bytes(rows, config.vocab_size, MAX_TOP_LOG_PROBS as usize);
-        let bytes = most(&product).max(attention).max(log_probs);
+        let experts = config.experts.as_ref().map_or(0, |experts| {
+            let ExpertsConfig { routing, width, .. } = *experts;
+            let sizes = ExpertSizes { routing, width, hidden_size: config.hidden_size };
+            // The logits of the router are there meanwhile.
+            experts::scratch_bytes(dtype, limits.num_tokens.max(1), &sizes)
+        });
+        let bytes = most(&product).max(attention).max(log_probs).max(experts);
         Scratch { bytes, library_bytes: most(&library) }
     }
 }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_quantised::{device_tiles, DenseRows, Upload};
+use super::device_quantised::{device_tiles, takes_experts, DenseRows, Upload};
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
 use super::random::WeightNoise;
@@ -73,6 +73,10 @@ impl WeightReader for DeviceBytes {
         }
         let geometry = matrix_geometry(plan, self.spacing);
         self.add(&[geometry.device_rows(), geometry.device_columns()])
+    }
+
+    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
+        takes_experts(plans, self.element)
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
@@ -185,6 +189,10 @@ impl WeightReader for Placing<'_, '_> {
         Ok(())
     }
 
+    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
+        self.taken.takes_format_of_experts(plans)
+    }
+
     fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
         let geometry = vector_geometry(plan, self.taken.spacing);
         let place = self.taken.bytes;
@@ -221,6 +229,10 @@ impl WeightReader for Dividing {
         let shape = [geometry.device_rows(), geometry.device_columns()];
         let data = self.arena.tensor(ElementType::Float(self.dtype), &shape)?;
         Ok(Matrix::dense(data, self.dtype, plan.layout, plan.shard))
+    }
+
+    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
+        takes_experts(plans, ElementType::Float(self.dtype))
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
@@ -278,6 +290,10 @@ impl WeightReader for Filling<'_, '_> {
         let stored_bytes = plan.stored_bytes();
         self.fill(matrix.data(), &geometry, &noise, stored_bytes)?;
         Ok(matrix)
+    }
+
+    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
+        self.dividing.takes_format_of_experts(plans)
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {

@@ -11,7 +11,8 @@ use super::weights::MatrixPlan;
 use super::Loader;
 use crate::backend::{ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{try_filled, try_with_capacity, Error, Result};
-use crate::memory::{DType, HostBuffer, Pages};
+use crate::memory::{DType, ElementType, HostBuffer, Pages};
+use crate::ops::experts;
 use crate::ops::linear::{ShardAxis, ShardUnit};
 use crate::ops::quantised::tiles::{TileLayout, TileMemory};
 use crate::ops::quantised::QuantisedMatrix;
@@ -35,6 +36,22 @@ pub(in crate::model) fn device_tiles(
         }
         _ => Ok(None),
     }
+}
+
+/// Whether kernels take the matrices of a layer's experts as they are quantised: all of them alike, in a
+/// format and a type that there are products for.
+pub(in crate::model) fn takes_experts(plans: &[MatrixPlan], element: ElementType) -> Result<bool> {
+    // Experts are not divided by heads, so that the distance of heads does not matter.
+    let Some(first) = plans.first() else { return Ok(true) };
+    let is_like_first = |plan: &MatrixPlan| {
+        plan.quantised == first.quantised && plan.may_be_ordered() == first.may_be_ordered()
+    };
+    if !plans.iter().all(is_like_first) {
+        return Ok(false);
+    }
+    let Some(format) = first.quantised.filter(|_| !first.may_be_ordered()) else { return Ok(true) };
+    let layout = TileLayout::new(first.out_features, first.in_features, format, first.is_gated)?;
+    Ok(experts::has_products(&layout, element))
 }
 
 /// The rows of a part of a matrix, on the host.

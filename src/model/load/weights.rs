@@ -117,6 +117,11 @@ impl MatrixPlan {
         }
     }
 
+    /// The same, with every number by itself.
+    pub fn dense(&self) -> Self {
+        MatrixPlan { quantised: None, ..self.clone() }
+    }
+
     /// Has its products keep their activations.
     pub fn keep_activations(&mut self) {
         if let Some(format) = &mut self.quantised {
@@ -158,6 +163,11 @@ pub trait WeightReader {
     type Vector;
     /// Called once for each matrix, in the order of the forward pass.
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
+    /// Whether the matrices of a layer's experts are taken in the format that they are planned in. Otherwise
+    /// `matrix` gets them with every number by itself.
+    fn takes_format_of_experts(&self, _plans: &[MatrixPlan]) -> Result<bool> {
+        Ok(true)
+    }
     /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.
     fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
     /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers

@@ -10,7 +10,7 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::HostBuffer;
 use crate::ops::common::panel_product::grow;
-use crate::ops::experts::Routing;
+use crate::ops::experts::{ExpertSizes, Routing};
 use crate::ops::linear::cpu::{gated_mlp, linear, LinearScratch, Store};
 use crate::ops::linear::{HostMatrix, HostWeight};
 use crate::ops::softmax::cpu::softmax_in_place;
@@ -24,17 +24,6 @@ pub struct ExpertMatrices<'a> {
     pub gate_up: &'a [HostMatrix],
     /// `[hidden_size, width]` of each expert.
     pub down: &'a [HostMatrix],
-}
-
-/// The sizes on which [`ExpertsScratch`] depends.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertSizes {
-    /// How tokens choose their experts.
-    pub routing: Routing,
-    /// The width of the residual stream.
-    pub hidden_size: usize,
-    /// The width of an expert.
-    pub width: usize,
 }
 
 /// Buffers that [`experts`] needs beside those of its products; they grow to the largest call and are then

@@ -14,6 +14,15 @@
 //! the type of x.
 
 pub mod cpu;
+pub mod cuda;
+mod cuda_products;
+mod cuda_routes;
+mod matrices;
+
+pub use cuda::{experts, normed_experts, scratch_bytes};
+pub use cuda_products::{check_experts, has_products};
+pub use cuda_routes::{has_normed_experts, Stream};
+pub use matrices::{ExpertLayer, StridedMatrices};
 
 use crate::error::{Error, Result};
 
@@ -50,4 +59,15 @@ impl Routing {
     pub fn renormalises(&self) -> bool {
         self.renormalises
     }
+}
+
+/// The sizes of a mixture of experts, on which its memory depends.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertSizes {
+    /// How tokens choose their experts.
+    pub routing: Routing,
+    /// The width of the residual stream.
+    pub hidden_size: usize,
+    /// The width of an expert.
+    pub width: usize,
 }

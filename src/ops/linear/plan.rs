@@ -393,6 +393,23 @@ impl LinearPass<'_> {
         self.cuda.mark("norm", 0, 0.0)
     }
 
+    /// Whether nothing is ever pending beside the stream, so that an operator may normalise it itself. Not where
+    /// a token's bits must be the same in every pass.
+    pub fn has_whole_stream(&self) -> bool {
+        !self.plan.is_deterministic && !matches!(self.links, Links::Apart | Links::OneToken)
+    }
+
+    /// Computes `stream.normed = norm(stream)` in any pass, for an operator that adds itself to the stream.
+    pub fn normalise_whole(&self, stream: &mut ResidualStream, norm: &Norm<'_>) -> Result<()> {
+        match self.links {
+            Links::Apart => self.normalise(stream, norm),
+            _ => {
+                stream.normalise_in_chain(self.context, norm)?;
+                self.cuda.mark("norm", 0, 0.0)
+            }
+        }
+    }
+
     /// Computes `out = norm(stream) W^T + b`. out [num_rows, out_features].
     pub fn normed(
         &self,

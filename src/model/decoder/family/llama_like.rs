@@ -321,6 +321,10 @@ fn plan_experts(
             let rows = planner.rows(&[(gate, width), (up, width)], hidden)?;
             (rows, planner.rows(&[(narrowing, hidden)], width)?)
         };
+        // Products of experts keep their activations.
+        let (mut first, mut last) = (first, last);
+        first.keep_activations();
+        last.keep_activations();
         gate_up.push(first.sharded(ShardAxis::Out(ShardUnit::Feature)).gated());
         down.push(last.sharded(ShardAxis::In(ShardUnit::Feature)));
     }

@@ -30,7 +30,8 @@ const RENAMED: ExpertNames =
 pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     let num_layers = llama_like::num_layers(fields)?;
     let num_experts = llama_like::num_experts(fields)?.unwrap_or(8);
-    let per_token = fields.optional_count("num_experts_per_tok", limits::NUM_EXPERTS)?.unwrap_or(2);
+    let per_token =
+        fields.optional_count("num_experts_per_tok", limits::EXPERTS_PER_TOKEN)?.unwrap_or(2);
     llama_like::parse(
         fields,
         Differences {

@@ -41,7 +41,8 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
 /// Reads which layers have experts, and which these are; `None` if no layer has any.
 fn experts(fields: Fields<'_>, num_layers: usize) -> Result<Option<ExpertsConfig>> {
     let num_experts = llama_like::num_experts(fields)?.unwrap_or(128);
-    let per_token = fields.optional_count("num_experts_per_tok", limits::NUM_EXPERTS)?.unwrap_or(8);
+    let per_token =
+        fields.optional_count("num_experts_per_tok", limits::EXPERTS_PER_TOKEN)?.unwrap_or(8);
     let width =
         fields.optional_count("moe_intermediate_size", limits::INTERMEDIATE_SIZE)?.unwrap_or(768);
     let renormalises = fields.flag("norm_topk_prob", false)?;
