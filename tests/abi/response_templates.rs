@@ -159,7 +159,7 @@ fn constraints_begin_after_a_thought_that_the_prompt_has_begun() {
     let model = Model::open(&tiny());
     let prompt = c"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n<think>\n";
     let close = model.tokenize("</think>").unwrap()[0];
-    let biases = [xserv_logit_bias { token_id: close, bias: 8.0 }];
+    let biases = [xserv_logit_bias { token_id: close, bias: 16.0 }];
     let forms = [
         (XSERV_CONSTRAINT_JSON_SCHEMA, "{\"type\": \"integer\", \"minimum\": 0, \"maximum\": 9}"),
         (XSERV_CONSTRAINT_REGEX, "[0-9]"),
