@@ -6,13 +6,13 @@ use serde_json::json;
 use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
 use xserv::memory::DType;
-use xserv::model::{inspect, ActivationFormat, KvFormat, LoadOptions, Model};
+use xserv::model::{inspect, ActivationFormat, KvFormat, LoadOptions, Model, PassLimits};
 use xserv::ops::common::packed_matrix::PackedMatrix;
 use xserv::ops::quantised::QuantisedPanels;
 
-use crate::driver::{bits, load, Driver};
+use crate::driver::{bits, cuda_context, load, Driver};
 use crate::files::{Family, Store, TempDir, TestModel, TestTensor};
-use crate::packing::{self, Form};
+use crate::packing::{self, Folders, Form};
 use crate::quantised_at_load::{open_both, AS_STORED, INT4, INT8};
 use crate::quantised_models::relative_rms;
 
@@ -251,21 +251,71 @@ fn routers_stay_as_they_are_when_weights_are_quantised() {
     }
 }
 
-/// A folder may quantise some experts and leave others.
-#[test]
-fn experts_may_be_stored_in_several_forms() {
+/// Returns a folder of which the layers are quantised that `is_left` does not name, as the pattern `ignored` says.
+fn partly_quantised(ignored: &str, is_left: &dyn Fn(&str) -> bool) -> Folders {
     let made = TestModel::wide_qwen3(6).of(Family::Qwen3Moe);
     // That the router is dense need not be said.
-    let ignored = ["lm_head", "re:.*experts.2.*"];
+    let ignored = ["lm_head", ignored];
     let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "block",
         "block_structure": [128, 128], "dynamic": false});
     let config = json!({"quant_method": "compressed-tensors", "format": "float-quantized",
         "ignore": ignored, "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}});
-    let is_left = |layer: &str| layer == packing::OUTPUT || layer.contains(".experts.2.");
-    let made = packing::folders(&made, config, &|layer| {
-        (!is_left(layer)).then_some(Form::Fp8 { block: [128, 128] })
-    });
+    packing::folders(&made, config, &|layer| {
+        let is_left = layer == packing::OUTPUT || is_left(layer);
+        (!is_left).then_some(Form::Fp8 { block: [128, 128] })
+    })
+}
+
+/// On a device the experts of a layer are multiplied together: those that are not all alike are dense there.
+#[test]
+fn experts_in_several_forms_on_cuda() {
+    let ids: Vec<u32> = (0..64).map(|i| i * 37 % 1000).collect();
+    let is_down = |layer: &str| layer.contains(".experts.") && layer.ends_with("down_proj");
+    let folders = [
+        ("alike", partly_quantised("nothing", &|_| false)),
+        ("one dense", partly_quantised("re:.*experts.2.*", &|l| l.contains(".experts.2."))),
+        ("downs dense", partly_quantised("re:.*experts.*down_proj", &is_down)),
+    ];
+    let mut bytes = Vec::new();
+    for (name, made) in &folders {
+        for dtype in [DType::F32, DType::F16] {
+            let logits = |dir: &TempDir| {
+                let context = cuda_context()?;
+                let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
+                let folder = Model::open(dir.str()).expect("a folder");
+                let limits = PassLimits::of_tokens(folder.config(), 64);
+                let plan =
+                    folder.device_plan(dtype, KvFormat::Dense, &limits, false).expect("a plan");
+                let backend = CpuBackend::new(2).expect("threads");
+                let model = folder
+                    .load_on_device(context, &backend, &options, &mut |_| true)
+                    .unwrap_or_else(|e| panic!("{name}, {dtype}: {e}"));
+                assert_eq!(plan.weights_bytes, model.weights_bytes(), "{name}, {dtype}");
+                let mut all = Driver::new(&model, 8).logits(&ids, usize::MAX);
+                all.extend(Driver::new(&model, 8).logits(&ids, 1));
+                Some((all, plan.weights_bytes))
+            };
+            let Some((quantised, size)) = logits(&made.quantised) else { return };
+            let Some((dense, _)) = logits(&made.dense) else { return };
+            let off = relative_rms(&quantised, &dense);
+            println!("{name}, {dtype}: {size} bytes, {off:.1e}");
+            assert!(
+                off < if dtype == DType::F32 { 1e-4 } else { 0.05 },
+                "{name}, {dtype}: {off:.1e}"
+            );
+            bytes.push(size);
+        }
+    }
+    // Only those that are alike are kept in 8 bits, and attention in all folders.
+    let in_f16: Vec<u64> = bytes.iter().copied().skip(1).step_by(2).collect();
+    assert!(matches!(in_f16[..], [alike, one, downs] if alike < one && one == downs), "{bytes:?}");
+}
+
+/// A folder may quantise some experts and leave others.
+#[test]
+fn experts_may_be_stored_in_several_forms() {
+    let made = partly_quantised("re:.*experts.2.*", &|layer| layer.contains(".experts.2."));
     // Otherwise some processors round these weights for many tokens.
     let options =
         LoadOptions { dtype: Some(DType::F32), deterministic: true, ..LoadOptions::default() };

@@ -246,11 +246,11 @@ impl MlpWeights<MatrixPlan, VectorPlan> {
 impl ExpertWeights<MatrixPlan> {
     fn read<R: WeightReader>(&self, reader: &mut R) -> Result<ExpertWeights<R::Matrix>> {
         let router = reader.matrix(&self.router)?;
+        let takes_formats = reader.takes_formats_of_experts(&self.gate_up, &self.down)?;
         let mut read = |plans: &[MatrixPlan]| {
-            let takes_format = reader.takes_format_of_experts(plans)?;
             let mut matrices = try_with_capacity(plans.len(), "experts")?;
             for plan in plans {
-                matrices.push(match takes_format {
+                matrices.push(match takes_formats {
                     true => reader.matrix(plan)?,
                     false => reader.matrix(&plan.dense())?,
                 });

@@ -428,6 +428,25 @@ impl DevicePass<'_> {
         }
     }
 
+    /// Returns the stream as that from which tokens choose their experts, if one kernel normalises it, multiplies
+    /// it with the router and chooses.
+    fn choosing_stream<'s>(
+        &self,
+        weights: &'s ExpertWeights<Matrix>,
+        norm: &Norm<'s>,
+        stream: &'s ResidualStream,
+    ) -> Result<Option<Stream<'s>>> {
+        let is_dense = matches!(weights.router.format(), WeightFormat::Dense(_));
+        let Norm::Rms { weight, eps } = *norm else { return Ok(None) };
+        if !is_dense || !self.linear.has_whole_stream() {
+            return Ok(None);
+        }
+        let router = weights.router.dense_data()?;
+        let (hidden, normed) = (&stream.hidden, &stream.normed);
+        let stream = Stream { hidden, norm: (weight, eps), router, normed };
+        Ok(has_normed_experts(&stream).then_some(stream))
+    }
+
     /// Adds the experts of every token to the stream.
     fn experts(
         &self,
@@ -436,15 +455,8 @@ impl DevicePass<'_> {
         stream: &mut ResidualStream,
     ) -> Result<()> {
         let layer = self.model.expert_layer(self.config, weights)?;
-        if let (Norm::Rms { weight, eps }, true) = (norm, self.linear.has_whole_stream()) {
-            if let WeightFormat::Dense(_) = weights.router.format() {
-                let router = &**weights.router.dense_data()?;
-                let (hidden, normed) = (&stream.hidden, &stream.normed);
-                let stream = Stream { hidden, norm: (weight, *eps), router, normed };
-                if has_normed_experts(&stream) {
-                    return normed_experts(self.context, &layer, &stream);
-                }
-            }
+        if let Some(stream) = self.choosing_stream(weights, norm, stream)? {
+            return normed_experts(self.context, &layer, &stream);
         }
         self.linear.normalise_whole(stream, norm)?;
         let shape = [stream.num_rows(), layer.routing.num_experts()];

@@ -12,7 +12,7 @@ use crate::model::decoder::block::{Decoder, DecoderPlan, LinearWeights, MlpWeigh
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::{device as load, Loader};
 use crate::ops::attention::AttentionPlan;
-use crate::ops::experts::{check_experts, StridedMatrices};
+use crate::ops::experts::{check_experts, ExpertKernels, StridedMatrices};
 use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
 use crate::ops::rope::cuda_rounded::rope_tables;
@@ -61,13 +61,13 @@ fn check_all_experts(
     config: &ModelConfig,
     weights: &Decoder<Matrix, DeviceTensor>,
     dtype: DType,
-    is_deterministic: bool,
+    kernels: ExpertKernels,
 ) -> Result<()> {
     for block in &weights.blocks {
         let MlpWeights::Experts(experts) = &block.mlp else { continue };
         StridedMatrices::check(&experts.gate_up)?;
         StridedMatrices::check(&experts.down)?;
-        check_experts(context, &expert_layer(config, experts, is_deterministic)?, dtype)?;
+        check_experts(context, &expert_layer(config, experts, kernels)?, dtype)?;
     }
     Ok(())
 }
@@ -123,30 +123,32 @@ impl<'a> DeviceModelLoad<'a> {
         let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         // Kernels are loaded while the weights are being transferred.
-        let (weights, (rope, attention, linear)) = weights.finish(&context, |weights| {
-            let rope = match &config.rope {
-                Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
-                None => None,
-            };
-            let sizes = attention_sizes(config, spacing, kv_format);
-            let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic)?;
-            let sizes = DecoderSizes {
-                hidden_size: config.hidden_size,
-                // The kernels for one size of MLP are not for experts.
-                intermediate_size: if config.experts.is_some() {
-                    0
-                } else {
-                    config.intermediate_size
-                },
-                has_rms_norms: config.norm == NormKind::Rms,
-                dtype,
-            };
-            let products = all_products(config, weights);
-            let linear =
-                LinearPlan::find(&context, &attention, &sizes, products, is_deterministic)?;
-            check_all_experts(&context, config, weights, dtype, is_deterministic)?;
-            Ok((rope, attention, linear))
-        })?;
+        let (weights, (rope, attention, linear, experts)) =
+            weights.finish(&context, |weights| {
+                let rope = match &config.rope {
+                    Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
+                    None => None,
+                };
+                let sizes = attention_sizes(config, spacing, kv_format);
+                let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic)?;
+                let sizes = DecoderSizes {
+                    hidden_size: config.hidden_size,
+                    // The kernels for one size of MLP are not for experts.
+                    intermediate_size: if config.experts.is_some() {
+                        0
+                    } else {
+                        config.intermediate_size
+                    },
+                    has_rms_norms: config.norm == NormKind::Rms,
+                    dtype,
+                };
+                let products = all_products(config, weights);
+                let linear =
+                    LinearPlan::find(&context, &attention, &sizes, products, is_deterministic)?;
+                let experts = ExpertKernels::find(&context, is_deterministic)?;
+                check_all_experts(&context, config, weights, dtype, experts)?;
+                Ok((rope, attention, linear, experts))
+            })?;
         let model = DeviceModel {
             context,
             weights,
@@ -156,6 +158,7 @@ impl<'a> DeviceModelLoad<'a> {
             kv_format,
             attention,
             linear,
+            experts,
             is_deterministic,
             products,
         };

@@ -13,7 +13,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::block::{Decoder, ExpertWeights};
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::AttentionPlan;
-use crate::ops::experts::{ExpertLayer, StridedMatrices};
+use crate::ops::experts::{ExpertKernels, ExpertLayer, StridedMatrices};
 use crate::ops::kv_cache::layout::KvFormat;
 use crate::ops::linear::{LinearPlan, Matrix};
 
@@ -27,6 +27,7 @@ pub(in crate::model) struct DeviceModel {
     pub(super) dtype: DType,
     pub attention: AttentionPlan,
     pub linear: LinearPlan,
+    pub(super) experts: ExpertKernels,
     /// See [`crate::model::LoadOptions::deterministic`].
     pub(super) kv_format: KvFormat,
     pub(super) is_deterministic: bool,
@@ -44,7 +45,7 @@ pub(in crate::model) struct RopeTables {
 pub(super) fn expert_layer<'a>(
     config: &ModelConfig,
     weights: &'a ExpertWeights<Matrix>,
-    is_deterministic: bool,
+    kernels: ExpertKernels,
 ) -> Result<ExpertLayer<'a>> {
     let experts = config.experts.as_ref();
     let routing = experts.ok_or_else(|| Error::internal("experts without a config"))?.routing;
@@ -52,7 +53,7 @@ pub(super) fn expert_layer<'a>(
         routing,
         gate_up: StridedMatrices::new(&weights.gate_up)?,
         down: StridedMatrices::new(&weights.down)?,
-        is_deterministic,
+        kernels,
     })
 }
 
@@ -70,7 +71,7 @@ impl DeviceModel {
         config: &ModelConfig,
         weights: &'a ExpertWeights<Matrix>,
     ) -> Result<ExpertLayer<'a>> {
-        expert_layer(config, weights, self.is_deterministic)
+        expert_layer(config, weights, self.experts)
     }
 
     /// Returns the element type of weights and activations.

@@ -75,8 +75,12 @@ impl WeightReader for DeviceBytes {
         self.add(&[geometry.device_rows(), geometry.device_columns()])
     }
 
-    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
-        takes_experts(plans, self.element)
+    fn takes_formats_of_experts(
+        &self,
+        gate_up: &[MatrixPlan],
+        down: &[MatrixPlan],
+    ) -> Result<bool> {
+        takes_experts([gate_up, down], self.element)
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
@@ -189,8 +193,12 @@ impl WeightReader for Placing<'_, '_> {
         Ok(())
     }
 
-    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
-        self.taken.takes_format_of_experts(plans)
+    fn takes_formats_of_experts(
+        &self,
+        gate_up: &[MatrixPlan],
+        down: &[MatrixPlan],
+    ) -> Result<bool> {
+        self.taken.takes_formats_of_experts(gate_up, down)
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
@@ -231,8 +239,12 @@ impl WeightReader for Dividing {
         Ok(Matrix::dense(data, self.dtype, plan.layout, plan.shard))
     }
 
-    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
-        takes_experts(plans, ElementType::Float(self.dtype))
+    fn takes_formats_of_experts(
+        &self,
+        gate_up: &[MatrixPlan],
+        down: &[MatrixPlan],
+    ) -> Result<bool> {
+        takes_experts([gate_up, down], ElementType::Float(self.dtype))
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
@@ -292,8 +304,12 @@ impl WeightReader for Filling<'_, '_> {
         Ok(matrix)
     }
 
-    fn takes_format_of_experts(&self, plans: &[MatrixPlan]) -> Result<bool> {
-        self.dividing.takes_format_of_experts(plans)
+    fn takes_formats_of_experts(
+        &self,
+        gate_up: &[MatrixPlan],
+        down: &[MatrixPlan],
+    ) -> Result<bool> {
+        self.dividing.takes_formats_of_experts(gate_up, down)
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {

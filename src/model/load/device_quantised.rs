@@ -38,20 +38,30 @@ pub(in crate::model) fn device_tiles(
     }
 }
 
-/// Whether kernels take the matrices of a layer's experts as they are quantised: all of them alike, in a
-/// format and a type that there are products for.
-pub(in crate::model) fn takes_experts(plans: &[MatrixPlan], element: ElementType) -> Result<bool> {
-    // Experts are not divided by heads, so that the distance of heads does not matter.
-    let Some(first) = plans.first() else { return Ok(true) };
-    let is_like_first = |plan: &MatrixPlan| {
-        plan.quantised == first.quantised && plan.may_be_ordered() == first.may_be_ordered()
+/// Whether kernels take the matrices of a layer's experts as they are planned: those of gates and ups alike, those
+/// of downs alike, and both dense or both in formats, for a type, that there are products for.
+pub(in crate::model) fn takes_experts(
+    [gate_up, down]: [&[MatrixPlan]; 2],
+    element: ElementType,
+) -> Result<bool> {
+    let is_quantised = |plans: &[MatrixPlan]| -> Result<Option<bool>> {
+        let Some(first) = plans.first() else { return Ok(None) };
+        let is_like_first = |plan: &MatrixPlan| {
+            plan.quantised == first.quantised && plan.may_be_ordered() == first.may_be_ordered()
+        };
+        if !plans.iter().all(is_like_first) {
+            return Ok(None);
+        }
+        // Experts have no heads, so that the spacing of heads does not matter.
+        let Some(format) = first.quantised.filter(|_| !first.may_be_ordered()) else {
+            return Ok(Some(false));
+        };
+        let (rows, columns) = (first.out_features, first.in_features);
+        let layout = TileLayout::new(rows, columns, format, first.is_gated)?;
+        Ok(experts::has_products(&layout, element).then_some(true))
     };
-    if !plans.iter().all(is_like_first) {
-        return Ok(false);
-    }
-    let Some(format) = first.quantised.filter(|_| !first.may_be_ordered()) else { return Ok(true) };
-    let layout = TileLayout::new(first.out_features, first.in_features, format, first.is_gated)?;
-    Ok(experts::has_products(&layout, element))
+    let (of_gate_up, of_down) = (is_quantised(gate_up)?, is_quantised(down)?);
+    Ok(of_gate_up.is_some() && of_gate_up == of_down)
 }
 
 /// The rows of a part of a matrix, on the host.

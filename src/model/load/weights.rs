@@ -163,9 +163,13 @@ pub trait WeightReader {
     type Vector;
     /// Called once for each matrix, in the order of the forward pass.
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
-    /// Whether the matrices of a layer's experts are taken in the format that they are planned in. Otherwise
-    /// `matrix` gets them with every number by itself.
-    fn takes_format_of_experts(&self, _plans: &[MatrixPlan]) -> Result<bool> {
+    /// Whether the matrices of a layer's experts, those of gates and ups and those of downs, are taken in the
+    /// formats that they are planned in. Otherwise `matrix` gets all of them with every number by itself.
+    fn takes_formats_of_experts(
+        &self,
+        _gate_up: &[MatrixPlan],
+        _down: &[MatrixPlan],
+    ) -> Result<bool> {
         Ok(true)
     }
     /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.

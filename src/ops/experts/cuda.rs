@@ -118,7 +118,7 @@ fn some_tokens(
 ) -> Result<()> {
     let (cuda, routing) = (cuda(context)?, &layer.routing);
     let (num_tokens, hidden) = matrix_size("x", x)?;
-    let products = Products::find(context, layer, num_tokens as usize, x.element())?;
+    let products = Products::new(layer, num_tokens as usize, x.element());
     let routes = Routes::new(context, routing, num_tokens as usize, products.tile_slots())?;
     choose(cuda, &routes)?;
     cuda.mark("experts_route", 0, 0.0)?;

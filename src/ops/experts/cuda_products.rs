@@ -2,7 +2,7 @@
 //! Hopper, `quantised.cu` those of few bits, and `tiled.cu` dense weights of any type on any device.
 
 use super::cuda_routes::Routes;
-use super::matrices::{ExpertLayer, StridedMatrices};
+use super::matrices::{ExpertKernels, ExpertLayer, StridedMatrices};
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, TensorMap};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -133,6 +133,14 @@ pub(super) struct Product<'a> {
     pub tokens: Option<*mut u8>,
 }
 
+impl Product<'_> {
+    /// Returns the columns of the result and of x.
+    fn sizes(&self) -> (usize, usize) {
+        let rows = self.matrices.out_features();
+        (if self.is_gated { rows / 2 } else { rows }, self.matrices.in_features())
+    }
+}
+
 /// Whether the copy engine can fetch boxes of these matrices.
 fn suits_wgmma(matrices: &StridedMatrices<'_>) -> bool {
     let is_dense = matches!(matrices.first().format(), WeightFormat::Dense(_));
@@ -167,23 +175,24 @@ pub fn check_experts(
     Ok(())
 }
 
-impl Products {
-    pub fn find(
-        context: &ComputeContext,
-        layer: &ExpertLayer<'_>,
-        num_tokens: usize,
-        element: ElementType,
-    ) -> Result<Self> {
+impl ExpertKernels {
+    /// Finds the kernels that serve experts on the device of `context`.
+    pub fn find(context: &ComputeContext, is_deterministic: bool) -> Result<Self> {
         let cuda = cuda(context)?;
+        let has_wgmma = !is_portable()
+            && cuda.device().info().compute_capability == (9, 0)
+            && cuda.has_kernel(kernels::EXPERTS_PLAIN_128X16.bf16)?;
+        Ok(ExpertKernels { has_wgmma, is_deterministic })
+    }
+}
+
+impl Products {
+    pub fn new(layer: &ExpertLayer<'_>, num_tokens: usize, element: ElementType) -> Self {
         let (experts, taken) = (layer.routing.num_experts(), layer.routing.experts_per_token());
         let left_out = 1.0 - taken as f64 / experts.max(1) as f64;
         let num_chosen = experts as f64 * (1.0 - left_out.powi(num_tokens.min(1 << 20) as i32));
         let mean = (num_tokens * taken) as f64 / num_chosen.max(1.0);
-        let is_half = element != ElementType::Float(DType::F32);
-        let has_wgmma = is_half
-            && !is_portable()
-            && cuda.device().info().compute_capability == (9, 0)
-            && cuda.has_kernel(kernels::EXPERTS_PLAIN_128X16.bf16)?;
+        let has_wgmma = layer.kernels.has_wgmma && element != ElementType::Float(DType::F32);
         let form = match layer.gate_up.first().format() {
             // Tokens choose unevenly, so that more than 8 of some expert are common where the mean is a few.
             WeightFormat::Quantised(layout) => Form::Quantised(match mean {
@@ -199,7 +208,7 @@ impl Products {
             }
             WeightFormat::Dense(_) => Form::Tiled,
         };
-        Ok(Products { form, num_tokens, num_chosen, is_deterministic: layer.is_deterministic })
+        Products { form, num_tokens, num_chosen, is_deterministic: layer.kernels.is_deterministic }
     }
 
     pub fn tile_slots(&self) -> usize {
@@ -253,8 +262,7 @@ impl Products {
         out: &Tensor,
     ) -> Result<()> {
         let Product { matrices, is_gated, tokens } = *product;
-        let (rows, k) = (matrices.out_features(), matrices.in_features());
-        let n = if is_gated { rows / 2 } else { rows };
+        let (rows, (n, k)) = (matrices.out_features(), product.sizes());
         let processors = cuda.device().info().num_multiprocessors as usize;
         let tile_rows = shape.tile_rows(rows, self.num_chosen, processors);
         let data = matrices.first().dense_data()?;
@@ -277,13 +285,8 @@ impl Products {
             block: shape.threads(),
             shared_bytes: shape.shared_bytes() as u32,
         };
-        let arguments = Arguments::new()
-            .value(&weight)
-            .value(&x)
-            .tensor(out)
-            .pointer(routes.tiles())
-            .pointer(routes.num_tiles())
-            .pointer(tokens.unwrap_or(std::ptr::null_mut()))
+        let arguments = routes
+            .add_to(Arguments::new().value(&weight).value(&x).tensor(out), tokens)
             .i32(n as i32)
             .i32(k as i32)
             .i32(tile_rows as i32)
@@ -307,8 +310,7 @@ impl Products {
         out: &Tensor,
     ) -> Result<()> {
         let Product { matrices, is_gated, tokens } = *product;
-        let rows = matrices.out_features();
-        let n = if is_gated { rows / 2 } else { rows };
+        let (n, _) = product.sizes();
         let dtype = float("out", out)?;
         let code = layout.format().code;
         let (kernel, ahead) = match (code, slots) {
@@ -350,12 +352,8 @@ impl Products {
             block: THREADS,
             shared_bytes: shared_bytes as u32,
         };
-        let arguments = Arguments::new()
-            .value(&params)
-            .pointer(routes.tiles())
-            .pointer(routes.num_tiles())
-            .pointer(tokens.unwrap_or(std::ptr::null_mut()))
-            .i64(matrices.stride() as i64);
+        let arguments =
+            routes.add_to(Arguments::new().value(&params), tokens).i64(matrices.stride() as i64);
         // SAFETY: the arguments of the kernel; it reads the regions of the experts' tiles, which lie at equal
         // distances, and rows of x that the routes name, and its stores are bounded by the slots of a tile and n.
         unsafe { cuda.launch_overlapping(kernel, launch, arguments) }
@@ -377,8 +375,7 @@ fn tiled(
     out: &Tensor,
 ) -> Result<()> {
     let Product { matrices, is_gated, tokens } = *product;
-    let (rows, k) = (matrices.out_features(), matrices.in_features());
-    let n = if is_gated { rows / 2 } else { rows };
+    let (n, k) = product.sizes();
     let dtype = float("out", out)?;
     let kernel = match is_gated {
         true => kernels::EXPERTS_TILED_SWIGLU.of(dtype),
@@ -389,13 +386,9 @@ fn tiled(
         block: THREADS,
         shared_bytes: 0,
     };
-    let arguments = Arguments::new()
-        .tensor(matrices.first().dense_data()?)
-        .tensor(x)
-        .tensor(out)
-        .pointer(routes.tiles())
-        .pointer(routes.num_tiles())
-        .pointer(tokens.unwrap_or(std::ptr::null_mut()))
+    let weight = matrices.first().dense_data()?;
+    let arguments = routes
+        .add_to(Arguments::new().tensor(weight).tensor(x).tensor(out), tokens)
         .i32(n as i32)
         .i32(k as i32)
         .i64((matrices.stride() / dtype.size_bytes()) as i64);

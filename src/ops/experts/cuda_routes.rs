@@ -92,12 +92,29 @@ impl Routes {
         self.memory.data().wrapping_add(word * size_of::<i32>())
     }
 
-    pub fn num_tiles(&self) -> *mut u8 {
+    fn num_tiles(&self) -> *mut u8 {
         self.pointer(0)
     }
 
-    pub fn tiles(&self) -> *mut u8 {
+    fn tiles(&self) -> *mut u8 {
         self.pointer(self.at.tiles)
+    }
+
+    /// Adds what every product takes: the tiles, and the token of each slot unless slots are rows.
+    pub fn add_to<'a>(&self, arguments: Arguments<'a>, tokens: Option<*mut u8>) -> Arguments<'a> {
+        arguments
+            .pointer(self.tiles())
+            .pointer(self.num_tiles())
+            .pointer(tokens.unwrap_or(std::ptr::null_mut()))
+    }
+
+    /// Begins the arguments of a kernel that sorts.
+    fn sorting(&self) -> Arguments<'static> {
+        Arguments::new()
+            .pointer(self.pointer(self.at.places))
+            .pointer(self.tokens())
+            .pointer(self.tiles())
+            .pointer(self.num_tiles())
     }
 
     /// Returns the token of each slot, `[num_assignments]`.
@@ -124,11 +141,8 @@ impl Routes {
             return Err(Error::internal("no kernel for the routes of a stream"));
         };
         let (norm, eps) = from.norm;
-        let arguments = Arguments::new()
-            .pointer(self.pointer(self.at.places))
-            .pointer(self.tokens())
-            .pointer(self.tiles())
-            .pointer(self.num_tiles())
+        let arguments = self
+            .sorting()
             .pointer(self.pointer(self.at.weights))
             .tensor(from.normed)
             .tensor(logits)
@@ -164,11 +178,8 @@ impl Routes {
             // One warp for each token; several blocks, so that none of them sorts.
             false => num_tokens.div_ceil(ROUTE_THREADS / 32).max(2),
         };
-        let arguments = Arguments::new()
-            .pointer(self.pointer(self.at.places))
-            .pointer(self.tokens())
-            .pointer(self.tiles())
-            .pointer(self.num_tiles())
+        let arguments = self
+            .sorting()
             .pointer(self.pointer(self.at.ids))
             .pointer(self.pointer(self.at.weights))
             .tensor(logits)
@@ -190,11 +201,8 @@ impl Routes {
         if is_one_block {
             return Ok(());
         }
-        let arguments = Arguments::new()
-            .pointer(self.pointer(self.at.places))
-            .pointer(self.tokens())
-            .pointer(self.tiles())
-            .pointer(self.num_tiles())
+        let arguments = self
+            .sorting()
             .pointer(self.pointer(self.at.ids))
             .i32(self.num_assignments as i32)
             .i32(num_experts)

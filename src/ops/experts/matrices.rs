@@ -13,8 +13,17 @@ pub struct ExpertLayer<'a> {
     pub gate_up: StridedMatrices<'a>,
     /// `[hidden_size, width]` of each expert.
     pub down: StridedMatrices<'a>,
+    /// How they are multiplied.
+    pub kernels: ExpertKernels,
+}
+
+/// The kernels that serve experts, which is found out when a model is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertKernels {
+    /// Whether dense weights of 16 bits have those of Hopper.
+    pub(super) has_wgmma: bool,
     /// Whether a token's bits depend on the token alone. (They do but for quantised weights.)
-    pub is_deterministic: bool,
+    pub(super) is_deterministic: bool,
 }
 
 /// One matrix of each expert, all of one shape and format.

@@ -22,7 +22,7 @@ mod matrices;
 pub use cuda::{experts, normed_experts, scratch_bytes};
 pub use cuda_products::{check_experts, has_products};
 pub use cuda_routes::{has_normed_experts, Stream};
-pub use matrices::{ExpertLayer, StridedMatrices};
+pub use matrices::{ExpertKernels, ExpertLayer, StridedMatrices};
 
 use crate::error::{Error, Result};
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
 use xserv::ops::experts::{
-    check_experts, experts, has_normed_experts, normed_experts, ExpertLayer, Stream,
+    check_experts, experts, has_normed_experts, normed_experts, ExpertKernels, ExpertLayer, Stream,
     StridedMatrices,
 };
 use xserv::ops::linear::{Matrix, MatrixLayout, ShardAxis};
@@ -57,7 +57,7 @@ impl Layer {
         Layer { gate_up: all(&inputs.gate_up, case.hidden), down: all(&inputs.down, case.width) }
     }
 
-    fn of(&self, case: &Case, is_deterministic: bool) -> ExpertLayer<'_> {
+    fn of(&self, context: &ComputeContext, case: &Case, is_deterministic: bool) -> ExpertLayer<'_> {
         for matrices in [&self.gate_up, &self.down] {
             StridedMatrices::check(matrices).expect("matrices at equal distances");
         }
@@ -65,7 +65,7 @@ impl Layer {
             routing: case.routing(),
             gate_up: StridedMatrices::new(&self.gate_up).expect("experts"),
             down: StridedMatrices::new(&self.down).expect("experts"),
-            is_deterministic,
+            kernels: ExpertKernels::find(context, is_deterministic).expect("kernels"),
         }
     }
 }
@@ -129,7 +129,7 @@ fn dense_experts_on_cuda() {
             let inputs = inputs(&case, &mut random, dtype);
             let layer = Layer::dense(&mut bench, &case, &inputs);
             let tokens = Tokens::new(&mut bench, &case, &inputs);
-            let of_layer = layer.of(&case, false);
+            let of_layer = layer.of(&context, &case, false);
             check_experts(&context, &of_layer, dtype).expect("dense experts");
             tokens.run(&context, &of_layer);
             let want = case.reference_by(&inputs, &tokens.logit_values);
@@ -186,7 +186,7 @@ fn experts_of_a_stream_on_cuda() {
             };
             assert!(has_normed_experts(&stream), "{case:?}");
             let want = case.reference_by(&inputs, &logits);
-            normed_experts(&context, &layer.of(&case, false), &stream).expect("experts");
+            normed_experts(&context, &layer.of(&context, &case, false), &stream).expect("experts");
             let what = format!("{case:?} {dtype}");
             if case.num_tokens == 0 {
                 continue;
@@ -195,7 +195,7 @@ fn experts_of_a_stream_on_cuda() {
             assert_near(&what, &bench.read(&normed_tensor), &normed, 2.0 * unit(dtype));
             let again = bench.of(&shape, &values);
             let stream = Stream { hidden: &again, ..stream };
-            normed_experts(&context, &layer.of(&case, false), &stream).expect("experts");
+            normed_experts(&context, &layer.of(&context, &case, false), &stream).expect("experts");
             // The kernel has left what it counts in as it was.
             assert_eq!(bench.read(&again), bench.read(&hidden), "{what}, again");
         }
@@ -256,7 +256,7 @@ fn quantised_experts_on_cuda() {
                 let mut inputs = inputs(&case, &mut random, dtype);
                 let layer = quantised(&mut bench, &case, &mut random, format, &mut inputs);
                 let tokens = Tokens::new(&mut bench, &case, &inputs);
-                let of_layer = layer.of(&case, false);
+                let of_layer = layer.of(&context, &case, false);
                 check_experts(&context, &of_layer, dtype).expect("quantised experts");
                 tokens.run(&context, &of_layer);
                 let want = case.reference_by(&inputs, &tokens.logit_values);
@@ -293,7 +293,7 @@ fn bits_of_a_token_are_its_own_on_cuda() {
                 true => quantised(&mut bench, &case, &mut random, format, &mut inputs),
                 false => Layer::dense(&mut bench, &case, &inputs),
             };
-            let of_layer = layer.of(&case, true);
+            let of_layer = layer.of(&context, &case, true);
             let mut run = |rows: std::ops::Range<usize>| {
                 let part = rows.start * case.hidden..rows.end * case.hidden;
                 let some = Inputs {
@@ -336,7 +336,7 @@ fn logits_of_any_kind_on_cuda() {
     low.fill(f64::NEG_INFINITY);
     high[9] = f64::INFINITY;
     tokens.logits = bench.of(&[6, 40], &logits);
-    tokens.run(&context, &layer.of(&case, false));
+    tokens.run(&context, &layer.of(&context, &case, false));
     context.synchronize().expect("nothing out of range");
     let got = bench.read(&tokens.out);
     let want = case.reference_by(&inputs, &logits);
