@@ -26,7 +26,7 @@ use dot::DotKernel;
 pub use isa::Isa;
 pub use pool::MAX_THREADS;
 use portable::{Emulated, Portable};
-use simd::Kernel;
+use simd::{Bf16Kernel, Kernel, TileKernel};
 pub use streaming::Streaming;
 
 /// Below this many elements an elementwise operator stays on the calling thread: waking another
@@ -216,22 +216,48 @@ impl CpuBackend {
     #[inline]
     pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Output {
         match self.isa {
-            Isa::EmulatedAmx if K::HAS_TILES => kernel.run::<Emulated>(),
             Isa::Portable | Isa::EmulatedAmx => kernel.run::<Portable>(),
             // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { x86::run_avx2(kernel) },
-            // SAFETY: as above.
+            // SAFETY: as above; those with more than AVX-512 have all of that too.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { x86::run_avx512(kernel) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => unsafe { x86::run_avx512_bf16(kernel) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Amx => unsafe { x86::run_avx512_amx(kernel) },
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Avx512Amx => unsafe { x86::run_avx512(kernel) },
             #[cfg(not(target_arch = "x86_64"))]
             _ => kernel.run::<Portable>(),
+        }
+    }
+
+    /// Runs a kernel of products of bf16 compiled for this backend's instruction set, on this thread.
+    #[inline]
+    pub(crate) fn run_bf16<K: Bf16Kernel>(&self, kernel: K) {
+        match self.isa {
+            Isa::Portable | Isa::EmulatedAmx => kernel.run::<Portable>(),
+            // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { x86::run_products_avx2(kernel) },
+            // SAFETY: as above; AMX comes with AVX-512, and multiplies bf16 in tiles only.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Amx => unsafe { x86::run_products_avx512(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => unsafe { x86::run_products_avx512_bf16(kernel) },
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => kernel.run::<Portable>(),
+        }
+    }
+
+    /// Runs a kernel of products of tiles compiled for this backend's instruction set, on this thread.
+    /// Without tiles, see [`Self::has_tiles`], there is none to run.
+    #[inline]
+    pub(crate) fn run_tiles<K: TileKernel>(&self, kernel: K) {
+        debug_assert!(self.has_tiles(), "{} has no tiles", self.isa.name());
+        match self.isa {
+            Isa::EmulatedAmx => kernel.run::<Emulated>(),
+            // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Amx => unsafe { x86::run_tiles_avx512_amx(kernel) },
+            _ => {}
         }
     }
 

@@ -2,9 +2,9 @@
 
 use super::exponential::exp2;
 use super::math::{bf16_to_f32, f16_bits, f16_to_f32, round_to_bf16};
-use super::simd::{Element, Operands, Simd, Vector16};
+use super::simd::{Bf16Simd, Element, Kernel, Operands, Simd, TileSimd, Vector16};
 use super::tile::{tile, Bf16};
-use super::tiles::{EmulatedTiles, NoTiles};
+use super::tiles::EmulatedTiles;
 
 /// The baseline instruction set of the target.
 #[derive(Clone, Copy)]
@@ -15,8 +15,6 @@ const FUSED_BASELINE: bool = cfg!(target_arch = "aarch64");
 
 impl Simd for Portable {
     type Vector = [f32; 16];
-    type Bf16 = Bf16<[f32; 16]>;
-    type Tiles = NoTiles;
 
     #[inline(always)]
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
@@ -26,6 +24,15 @@ impl Simd for Portable {
             a * b + c
         }
     }
+
+    #[inline(never)]
+    unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+        kernel.run::<Self>()
+    }
+}
+
+impl Bf16Simd for Portable {
+    type Bf16 = Bf16<[f32; 16]>;
 }
 
 /// [`Portable`] with tiles in plain Rust.
@@ -34,13 +41,20 @@ pub struct Emulated;
 
 impl Simd for Emulated {
     type Vector = [f32; 16];
-    type Bf16 = Bf16<[f32; 16]>;
-    type Tiles = EmulatedTiles;
 
     #[inline(always)]
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
         Portable::mul_add(a, b, c)
     }
+
+    unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+        // SAFETY: it needs no instruction set.
+        unsafe { Portable::run(kernel) }
+    }
+}
+
+impl TileSimd for Emulated {
+    type Tiles = EmulatedTiles;
 }
 
 // SAFETY: plain Rust, no instruction set needed; reads and writes 16 elements as the trait says.

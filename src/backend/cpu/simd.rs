@@ -2,7 +2,9 @@
 //!
 //! A [`Kernel`] is a body generic over [`Simd`]; [`super::CpuBackend::run`] calls it from a
 //! function compiled for the backend's instruction set. The body and all it calls must be
-//! `#[inline(always)]`, or the compiler makes a slow baseline copy of it.
+//! `#[inline(always)]`, or the compiler makes a slow baseline copy of it. What multiplies by bf16
+//! weights is a [`Bf16Kernel`], what multiplies tiles a [`TileKernel`]: only they are compiled for the
+//! instruction sets that have nothing but that of their own, as every copy takes its time and place.
 //!
 //! Elementwise bodies are plain loops over slices and are vectorised by the compiler; matrix tiles
 //! ([`super::tile`]) use [`Vector16`], sixteen f32 columns, directly.
@@ -16,13 +18,14 @@ use crate::memory::Plain;
 pub trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32 values.
     type Vector: Vector16;
-    /// The element type by which a bf16 weight matrix is multiplied.
-    type Bf16: PairElement<Vector = Self::Vector>;
-    /// The unit that multiplies tiles of bf16.
-    type Tiles: TileUnit;
     /// Returns `a * b + c`: fused where that is one instruction, else rounded twice.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
-    /// Writes 32 values as bf16 for [`Simd::Tiles`], rounded to nearest even; NaN stays NaN.
+    /// Runs a kernel as a function of its own, compiled for the set: for a large part of other kernels, of
+    /// which each would else have a copy for every place that it is called from.
+    /// # Safety
+    /// The instruction set is there.
+    unsafe fn run<K: Kernel>(kernel: K) -> K::Output;
+    /// Writes 32 values as bf16 for products, rounded to nearest even; NaN stays NaN.
     /// # Safety
     /// The instruction set is there, and `target` is writable for 32 elements.
     #[inline(always)]
@@ -49,15 +52,36 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
+/// An instruction set that multiplies by bf16 weights in rows.
+pub trait Bf16Simd: Simd {
+    /// The element type by which a bf16 weight matrix is multiplied.
+    type Bf16: PairElement<Vector = Self::Vector>;
+}
+
+/// An instruction set with a unit that multiplies tiles.
+pub trait TileSimd: Simd {
+    /// The unit that multiplies tiles of bf16.
+    type Tiles: TileUnit;
+}
+
 /// A body to be compiled for each instruction set.
 pub trait Kernel {
     /// The result of the body.
     type Output;
-    /// Whether the body multiplies by [`Simd::Tiles`]. The others are not compiled once more for
-    /// [`Emulated`](super::portable::Emulated), which has nothing else of its own.
-    const HAS_TILES: bool = false;
     /// Runs the body. Must be `#[inline(always)]`.
     fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// A body to be compiled for each instruction set, with its products of bf16.
+pub trait Bf16Kernel {
+    /// Runs the body. Must be `#[inline(always)]`.
+    fn run<S: Bf16Simd>(self);
+}
+
+/// A body to be compiled for each instruction set with tiles.
+pub trait TileKernel {
+    /// Runs the body. Must be `#[inline(always)]`.
+    fn run<S: TileSimd>(self);
 }
 
 /// Sixteen f32 values in registers.

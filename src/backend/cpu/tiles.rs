@@ -161,46 +161,6 @@ pub unsafe trait TileUnit: Sized {
     }
 }
 
-/// The unit of instruction sets without one.
-pub enum NoTiles {}
-
-// SAFETY: there is no value of it.
-unsafe impl TileUnit for NoTiles {
-    #[inline(always)]
-    unsafe fn ready() -> Option<Self> {
-        None
-    }
-
-    #[inline(always)]
-    unsafe fn block<const ROWS: usize, const COLUMNS: usize>(&mut self, _: &TileOperands) {
-        match *self {}
-    }
-
-    #[inline(always)]
-    unsafe fn panel_block<const ROWS: usize, const COLUMNS: usize>(&mut self, _: &TileOperands) {
-        match *self {}
-    }
-
-    #[inline(always)]
-    unsafe fn gathered_block<const ROWS: usize, const COLUMNS: usize>(
-        &mut self,
-        _: &TileOperands,
-        _: &[*const u16],
-    ) {
-        match *self {}
-    }
-
-    #[inline(always)]
-    unsafe fn integer_block(&mut self, _: &IntegerOperands) {
-        match *self {}
-    }
-
-    #[inline(always)]
-    unsafe fn byte_block<const ROWS: usize>(&mut self, _: &ByteOperands) {
-        match *self {}
-    }
-}
-
 /// The twin in plain Rust: the same bits as the instruction's, on any machine.
 pub struct EmulatedTiles(PhantomData<*const ()>);
 

@@ -2,9 +2,8 @@
 
 use super::amx::Amx;
 use super::exponential::{EXP2_FRACTION_TERMS, EXP2_TERMS};
-use super::simd::{Kernel, Simd, Vector16};
+use super::simd::{Bf16Kernel, Bf16Simd, Kernel, Simd, TileKernel, TileSimd, Vector16};
 use super::tile::{tile, Bf16, Element, Operands};
-use super::tiles::NoTiles;
 use super::x86_bf16::{store_bf16, store_bf16_pairs, Bf16Dot};
 use std::arch::x86_64::*;
 
@@ -41,15 +40,43 @@ pub unsafe fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
 /// # Safety
 /// The machine has AVX-512 BF16 and VBMI, and what [`run_avx512`] needs.
 #[target_feature(enable = "avx512vbmi,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) -> K::Output {
+unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512Bf16>()
 }
 
 /// # Safety
 /// [`super::amx::is_available`], and the machine has AVX-512 BF16 and what [`run_avx512`] needs.
 #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub unsafe fn run_avx512_amx<K: Kernel>(kernel: K) -> K::Output {
+unsafe fn run_avx512_amx<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512Amx>()
+}
+
+/// # Safety
+/// As [`run_avx2`].
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn run_products_avx2<K: Bf16Kernel>(kernel: K) {
+    kernel.run::<Avx2>();
+}
+
+/// # Safety
+/// As [`run_avx512`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_products_avx512<K: Bf16Kernel>(kernel: K) {
+    kernel.run::<Avx512>();
+}
+
+/// # Safety
+/// As [`run_avx512_bf16`].
+#[target_feature(enable = "avx512vbmi,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_products_avx512_bf16<K: Bf16Kernel>(kernel: K) {
+    kernel.run::<Avx512Bf16>();
+}
+
+/// # Safety
+/// As [`run_avx512_amx`].
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_tiles_avx512_amx<K: TileKernel>(kernel: K) {
+    kernel.run::<Avx512Amx>();
 }
 
 /// # Safety
@@ -71,33 +98,41 @@ unsafe fn tile_avx512<E: Element, const ROWS: usize, const GROUPS: usize>(operan
 }
 
 macro_rules! fused {
-    ($isa:ty, $vector:ty, $bf16:ty, $tiles:ty) => {
+    ($isa:ty, $vector:ty, $run:ident) => {
         impl Simd for $isa {
             type Vector = $vector;
-            type Bf16 = $bf16;
-            type Tiles = $tiles;
 
             #[inline(always)]
             fn mul_add(a: f32, b: f32, c: f32) -> f32 {
                 a.mul_add(b, c)
             }
+
+            #[inline(always)]
+            unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+                // SAFETY: passed on to the caller.
+                unsafe { $run(kernel) }
+            }
         }
     };
 }
-fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>, NoTiles);
-fused!(Avx512, __m512, Bf16<__m512>, NoTiles);
+fused!(Avx2, [__m256; 2], run_avx2);
+fused!(Avx512, __m512, run_avx512);
 
 /// An instruction set with the conversions of AVX-512 BF16.
 macro_rules! with_bf16 {
-    ($isa:ty, $bf16:ty, $tiles:ty) => {
+    ($isa:ty, $run:ident) => {
         impl Simd for $isa {
             type Vector = __m512;
-            type Bf16 = $bf16;
-            type Tiles = $tiles;
 
             #[inline(always)]
             fn mul_add(a: f32, b: f32, c: f32) -> f32 {
-                Avx512::mul_add(a, b, c)
+                a.mul_add(b, c)
+            }
+
+            #[inline(always)]
+            unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+                // SAFETY: passed on to the caller.
+                unsafe { $run(kernel) }
             }
 
             #[inline(always)]
@@ -114,8 +149,24 @@ macro_rules! with_bf16 {
         }
     };
 }
-with_bf16!(Avx512Bf16, Bf16Dot, NoTiles);
-with_bf16!(Avx512Amx, Bf16<__m512>, Amx);
+with_bf16!(Avx512Bf16, run_avx512_bf16);
+with_bf16!(Avx512Amx, run_avx512_amx);
+
+impl Bf16Simd for Avx2 {
+    type Bf16 = Bf16<[__m256; 2]>;
+}
+
+impl Bf16Simd for Avx512 {
+    type Bf16 = Bf16<__m512>;
+}
+
+impl Bf16Simd for Avx512Bf16 {
+    type Bf16 = Bf16Dot;
+}
+
+impl TileSimd for Avx512Amx {
+    type Tiles = Amx;
+}
 
 /// # Safety
 /// The machine has AVX2.

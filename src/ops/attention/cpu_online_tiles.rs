@@ -6,7 +6,7 @@
 //! weights of keys that it does not see are zero, so its bits do not depend on the rows beside it.
 
 use crate::backend::cpu::math::sum_lanes;
-use crate::backend::cpu::simd::{Simd, Vector16};
+use crate::backend::cpu::simd::{TileSimd, Vector16};
 use crate::backend::cpu::tiles::{TileOperands, TileUnit, TILE_K, TILE_LEN, TILE_ROWS};
 use crate::ops::attention::cpu_online_softmax::TILE_ROWS as MAX_ROWS;
 use crate::ops::attention::cpu_widen::widen_fp8_to_bf16;
@@ -92,7 +92,7 @@ impl<'a> OnlineTiles<'a> {
 
     /// Sets the query of a row, and the end of the keys that it sees.
     #[inline(always)]
-    pub fn set_query<S: Simd>(&mut self, row: usize, query: &[f32], visible: usize) {
+    pub fn set_query<S: TileSimd>(&mut self, row: usize, query: &[f32], visible: usize) {
         self.memory.visible[row] = visible;
         let first = row / TILE_ROWS * self.num_steps * TILE_LEN + row % TILE_ROWS * TILE_K;
         store_row::<S>(query, &mut self.memory.queries[first..]);
@@ -121,7 +121,7 @@ impl<'a> OnlineTiles<'a> {
     /// # Safety
     /// The unit is that of the instruction set, and the panels are of the layout of `new`.
     #[inline(always)]
-    pub unsafe fn attend<'p, S: Simd>(
+    pub unsafe fn attend<'p, S: TileSimd>(
         &mut self,
         unit: &mut S::Tiles,
         context_len: usize,
@@ -184,7 +184,7 @@ impl<'a> OnlineTiles<'a> {
     /// # Safety
     /// As for [`OnlineTiles::attend`].
     #[inline(always)]
-    unsafe fn scores<S: Simd>(
+    unsafe fn scores<S: TileSimd>(
         &mut self,
         unit: &mut S::Tiles,
         first: usize,
@@ -233,7 +233,7 @@ impl<'a> OnlineTiles<'a> {
     /// # Safety
     /// The instruction set is there.
     #[inline(always)]
-    unsafe fn weigh<S: Simd>(
+    unsafe fn weigh<S: TileSimd>(
         &mut self,
         first: usize,
         count: usize,
@@ -303,7 +303,7 @@ impl<'a> OnlineTiles<'a> {
     /// # Safety
     /// As for [`OnlineTiles::attend`].
     #[inline(always)]
-    unsafe fn add_values<S: Simd>(
+    unsafe fn add_values<S: TileSimd>(
         &mut self,
         unit: &mut S::Tiles,
         first: usize,
@@ -368,7 +368,7 @@ fn keep_values(
 /// # Safety
 /// As for [`TileUnit::block`].
 #[inline(always)]
-unsafe fn rows<S: Simd>(unit: &mut S::Tiles, count: usize, operands: &TileOperands) {
+unsafe fn rows<S: TileSimd>(unit: &mut S::Tiles, count: usize, operands: &TileOperands) {
     // SAFETY: passed on to the caller.
     unsafe {
         if count > TILE_ROWS {

@@ -15,7 +15,7 @@
 //! products; sums are always f32. A block of a cache of 8-bit floats is widened, exactly, for each
 //! tile of rows that goes over it.
 
-use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::simd::{Bf16Kernel, Bf16Simd, Simd, TileKernel, TileSimd};
 use crate::backend::cpu::tile::{prefetch, Element, F16, F32, MAX_ROWS};
 use crate::backend::cpu::tiles::TileUnit;
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -151,13 +151,13 @@ pub fn attention(
             // reference.
             let memory = unsafe { &mut *memory.cast::<TileMemory>() };
             let tiles = OnlineTiles::new(memory, layout, scale, window);
-            backend.run(TileLane { work: &work, tiles });
+            backend.run_tiles(TileLane { work: &work, tiles });
         } else {
             // SAFETY: the memory is zeroed at first, and any bits are floats; this is the only
             // reference.
             let memory = unsafe { &mut *memory.cast::<Memory>() };
             let online = Online::new(memory, layout.head_dim, scale, window);
-            backend.run(Lane { work: &work, online });
+            backend.run_bf16(Lane { work: &work, online });
         }
     })
 }
@@ -317,11 +317,9 @@ struct Lane<'a, 'b> {
     online: Online<'a>,
 }
 
-impl Kernel for Lane<'_, '_> {
-    type Output = ();
-
+impl Bf16Kernel for Lane<'_, '_> {
     #[inline(always)]
-    fn run<S: Simd>(mut self) {
+    fn run<S: Bf16Simd>(mut self) {
         while let Some(tile) = self.work.next() {
             // SAFETY: the element is that of the cache's type, and `run` is called for an
             // instruction set that is there.
@@ -443,12 +441,9 @@ struct TileLane<'a, 'b> {
     tiles: OnlineTiles<'a>,
 }
 
-impl Kernel for TileLane<'_, '_> {
-    type Output = ();
-    const HAS_TILES: bool = true;
-
+impl TileKernel for TileLane<'_, '_> {
     #[inline(always)]
-    fn run<S: Simd>(mut self) {
+    fn run<S: TileSimd>(mut self) {
         // SAFETY: `run` is called for an instruction set that is there, and this lane is the only
         // user of the unit on this thread.
         let Some(mut unit) = (unsafe { S::Tiles::ready() }) else { return };

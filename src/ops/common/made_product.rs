@@ -5,7 +5,7 @@
 //! them from the cache before the next ones. Sums are kept in f32 in between, so that an element is summed
 //! over k in one order whatever the number of rows and of threads.
 
-use crate::backend::cpu::simd::{Element, Kernel, Operands, Simd};
+use crate::backend::cpu::simd::{Bf16Kernel, Bf16Simd, Element, Operands};
 use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{tile_rows, MAX_ROWS, TILE_STEPS};
 use crate::backend::cpu::tiles::TILE_K;
@@ -45,7 +45,7 @@ pub(crate) trait MadeSums: Sync {
     ///
     /// # Safety
     /// `S`'s instruction set and the panel are there; the pointers are valid for what is said above.
-    unsafe fn add_up<S: Simd>(
+    unsafe fn add_up<S: Bf16Simd>(
         &self,
         panel: usize,
         rows: &Range<usize>,
@@ -87,7 +87,7 @@ pub(crate) fn multiply_made<M: MadeSums, P: TileEpilogue>(
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         // SAFETY: the buffer has lane_bytes for each of num_lanes > lane.
         let numbers = unsafe { scratch.get().add(lane * lane_bytes(num_rows, num_numbers)) };
-        backend.run(Lane {
+        backend.run_bf16(Lane {
             num_rows,
             made: sums,
             out_features,
@@ -116,11 +116,9 @@ struct Lane<'a, M, P> {
     next_unit: &'a AtomicUsize,
 }
 
-impl<M: MadeSums, P: TileEpilogue> Kernel for Lane<'_, M, P> {
-    type Output = ();
-
+impl<M: MadeSums, P: TileEpilogue> Bf16Kernel for Lane<'_, M, P> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: Bf16Simd>(self) {
         let lower_sums = self.sums.wrapping_add(self.num_rows * PANEL_COLUMNS);
         loop {
             let unit = self.next_unit.fetch_add(1, Ordering::Relaxed);
@@ -189,7 +187,7 @@ impl<W: TileWeight> MadeSums for Stretches<'_, W> {
     }
 
     #[inline(always)]
-    unsafe fn add_up<S: Simd>(
+    unsafe fn add_up<S: Bf16Simd>(
         &self,
         panel: usize,
         rows: &Range<usize>,

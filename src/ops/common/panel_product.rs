@@ -3,7 +3,7 @@
 //!
 //! An element is summed over k in one order whatever the number of rows and of threads.
 
-use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::simd::{Bf16Kernel, Bf16Simd, Kernel, Simd};
 use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS, TILE_STEPS};
 use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
@@ -149,6 +149,22 @@ pub(crate) trait MakePanel: Sync {
     fn make<S: Simd>(&self, panel: usize, to: &mut [f32]);
 }
 
+/// Makes a panel.
+struct MakeOne<'a, M> {
+    maker: &'a M,
+    panel: usize,
+    to: &'a mut [f32],
+}
+
+impl<M: MakePanel> Kernel for MakeOne<'_, M> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        self.maker.make::<S>(self.panel, self.to);
+    }
+}
+
 /// A maker for right operands that are packed, which need none.
 pub(crate) enum Packed {}
 
@@ -266,7 +282,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             units: &units,
             next_unit: &next_unit,
         };
-        backend.run(kernel);
+        backend.run_bf16(kernel);
     };
     backend.parallel_for(num_lanes.min(units.len()), &lane)
 }
@@ -322,11 +338,9 @@ struct Lane<'a, P, M> {
     next_unit: &'a AtomicUsize,
 }
 
-impl<P: Epilogue, M: MakePanel> Kernel for Lane<'_, P, M> {
-    type Output = ();
-
+impl<P: Epilogue, M: MakePanel> Bf16Kernel for Lane<'_, P, M> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: Bf16Simd>(self) {
         // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations
         // of the element; the matrix holds panels of its own dtype; `run` is called for an
         // instruction set that is there.
@@ -344,7 +358,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     /// # Safety
     /// As in `run`: `E` is the element of the matrix and of `a`, `W` f32 of the same vector type.
     #[inline(always)]
-    unsafe fn units<S: Simd, E: Element, W: Element<Weight = f32>>(&self) {
+    unsafe fn units<S: Bf16Simd, E: Element, W: Element<Weight = f32>>(&self) {
         let panel_len = self.weight.panel_len();
         let num_k = self.weight.in_features().next_multiple_of(E::K_STEP);
         loop {
@@ -358,11 +372,12 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                     (Weight::Made { maker, .. }, Some(to)) => {
                         // SAFETY: the buffer has panel_len elements and belongs to this lane.
                         let to = unsafe { std::slice::from_raw_parts_mut(to, panel_len) };
-                        maker.make::<S>(panel, to);
+                        // SAFETY: `run` is called for an instruction set that is there.
+                        unsafe { S::run(MakeOne { maker: *maker, panel, to: &mut *to }) };
                         // SAFETY: `a` holds f32 activations, as W's are, and the panel is f32.
                         unsafe {
                             let a = self.a.cast::<W::Activation>();
-                            self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
+                            self.rows::<S, W>(a, to.as_ptr(), panel, &rows);
                         }
                     }
                     // This does not occur: `multiply` gives every lane a buffer to make panels in.
@@ -377,10 +392,10 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                             if let Some(widened) = widened {
                                 widen_panel::<E>(weights, matrix.order(), widened, num_k);
                                 let a = self.a.cast::<W::Activation>();
-                                self.rows::<S, W>(a, widened, panel, rows.clone());
+                                self.rows::<S, W>(a, widened, panel, &rows);
                             } else {
                                 let a = self.a.cast::<E::Activation>();
-                                self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
+                                self.rows::<S, E>(a, weights.as_ptr(), panel, &rows);
                             }
                         }
                     }
@@ -399,20 +414,40 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         a: *const E::Activation,
         b: *const E::Weight,
         panel: usize,
-        rows: std::ops::Range<usize>,
+        rows: &std::ops::Range<usize>,
     ) {
-        let num_steps = self.weight.in_features().div_ceil(E::K_STEP);
+        // SAFETY: passed on to the caller.
+        unsafe { S::run(PanelRows::<P, M, E> { lane: self, a, b, panel, rows: rows.clone() }) }
+    }
+}
+
+/// The rows `rows` of x and a panel: `a` and `b` hold num_rows rows and one panel for the element `E`.
+struct PanelRows<'a, P, M, E: Element> {
+    lane: &'a Lane<'a, P, M>,
+    a: *const E::Activation,
+    b: *const E::Weight,
+    panel: usize,
+    rows: std::ops::Range<usize>,
+}
+
+impl<P: Epilogue, M: MakePanel, E: Element> Kernel for PanelRows<'_, P, M, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let PanelRows { lane, a, b, panel, rows } = self;
+        let num_steps = lane.weight.in_features().div_ceil(E::K_STEP);
         // Widened panels do not lie in tiles.
-        let in_tiles = E::K_STEP > 1 && self.weight.is_in_tiles();
+        let in_tiles = E::K_STEP > 1 && lane.weight.is_in_tiles();
         let step_len = PANEL_COLUMNS * E::K_STEP;
         let b_stride = if in_tiles { TILE_STEPS * step_len } else { step_len };
         let first_column = panel * PANEL_COLUMNS;
-        let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
-        let few_rows = self.num_rows < WIDEN_FROM_ROWS;
+        let columns = first_column..lane.weight.out_features().min(first_column + PANEL_COLUMNS);
+        let few_rows = lane.num_rows < WIDEN_FROM_ROWS;
         // A panel of this lane's is in the cache already.
-        let comes_from_memory = few_rows && self.own_panel.is_none();
+        let comes_from_memory = few_rows && lane.own_panel.is_none();
         let ahead =
-            if comes_from_memory { self.streaming.floats(self.num_rows) } else { Ahead::NONE };
+            if comes_from_memory { lane.streaming.floats(lane.num_rows) } else { Ahead::NONE };
         // This computes the strip of up to MAX_ROWS rows from `row` on, summed over some steps,
         // into `out`.
         let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {
@@ -421,8 +456,8 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
             // panel has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
             unsafe {
                 let operands = Operands::<E> {
-                    a: a.add(row * self.a_stride + steps.start * E::K_STEP),
-                    a_stride: self.a_stride,
+                    a: a.add(row * lane.a_stride + steps.start * E::K_STEP),
+                    a_stride: lane.a_stride,
                     num_steps: steps.len(),
                     // Stretches begin with a tile.
                     b: b.add(steps.start * step_len),
@@ -438,9 +473,9 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
             }
             count
         };
-        let Some(sums) = self.sums else {
+        let Some(sums) = lane.sums else {
             let near_rows = MAX_ROWS + 1..=NEAR_ROWS;
-            if near_rows.contains(&rows.len()) && self.streaming.has_near_stretches() {
+            if near_rows.contains(&rows.len()) && lane.streaming.has_near_stretches() {
                 let stretch = NEAR_BYTES / (step_len * size_of::<E::Weight>());
                 let mut sums = [0.0f32; NEAR_ROWS * PANEL_COLUMNS];
                 for first_step in (0..num_steps).step_by(stretch) {
@@ -450,14 +485,14 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                         strip(row, steps.clone(), sums.as_mut_ptr());
                     }
                 }
-                self.epilogue.store::<S>(&sums, rows.start, rows.len(), columns);
+                lane.epilogue.store::<S>(&sums, rows.start, rows.len(), columns);
                 return;
             }
             let mut sums = [0.0f32; MAX_ROWS * PANEL_COLUMNS];
             let mut row = rows.start;
             while row < rows.end {
                 let count = strip(row, 0..num_steps, sums.as_mut_ptr());
-                self.epilogue.store::<S>(&sums, row, count, columns.clone());
+                lane.epilogue.store::<S>(&sums, row, count, columns.clone());
                 row += count;
             }
             return;
@@ -473,7 +508,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         }
         // SAFETY: as above; every row has been written.
         let sums = unsafe { std::slice::from_raw_parts(sums, rows.len() * PANEL_COLUMNS) };
-        self.epilogue.store::<S>(sums, rows.start, rows.len(), columns);
+        lane.epilogue.store::<S>(sums, rows.start, rows.len(), columns);
     }
 }
 

@@ -14,7 +14,7 @@
 //! An element is summed in steps of 32 values of k from the first to the last in every case, and sums
 //! are kept in f32 in between, so that its bits depend on its own row and column alone.
 
-use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::simd::{Simd, TileKernel, TileSimd};
 use crate::backend::cpu::tiles::{
     TileOperands, TileUnit, PANEL_TILES, TILE_BYTES, TILE_K, TILE_LEN, TILE_ROWS,
 };
@@ -218,7 +218,7 @@ pub(crate) unsafe fn multiply<W: TileWeight, P: TileEpilogue>(
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         // SAFETY: the buffer has lane_bytes for each of num_lanes > lane.
         let memory = unsafe { scratch.get().add(lane * lane_bytes) };
-        backend.run(Lane {
+        backend.run_tiles(Lane {
             a: tiles.as_ptr(),
             num_rows,
             weight,
@@ -303,12 +303,9 @@ struct Lane<'a, W, P> {
 #[repr(align(64))]
 struct OneTileRow([f32; TILE_ROWS * PANEL_COLUMNS]);
 
-impl<W: TileWeight, P: TileEpilogue> Kernel for Lane<'_, W, P> {
-    type Output = ();
-    const HAS_TILES: bool = true;
-
+impl<W: TileWeight, P: TileEpilogue> TileKernel for Lane<'_, W, P> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: TileSimd>(self) {
         // SAFETY: `run` is called for an instruction set that is there, and this lane is the only
         // user of the unit on this thread.
         let Some(mut tiles) = (unsafe { S::Tiles::ready() }) else { return };
@@ -358,7 +355,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn one_tile_row<S: Simd>(&self, tiles: &mut S::Tiles, panel: usize) {
+    unsafe fn one_tile_row<S: TileSimd>(&self, tiles: &mut S::Tiles, panel: usize) {
         let mut sums = OneTileRow([0.0; TILE_ROWS * PANEL_COLUMNS]);
         let mut lower = OneTileRow([0.0; TILE_ROWS * PANEL_COLUMNS]);
         // SAFETY: passed on to the caller.
@@ -378,7 +375,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn times_panel<S: Simd>(
+    unsafe fn times_panel<S: TileSimd>(
         &self,
         tiles: &mut S::Tiles,
         panel: usize,
@@ -432,7 +429,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn pairs<S: Simd>(
+    unsafe fn pairs<S: TileSimd>(
         &self,
         tiles: &mut S::Tiles,
         panels: Range<usize>,
@@ -454,7 +451,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn fitting_pairs<S: Simd>(
+    unsafe fn fitting_pairs<S: TileSimd>(
         &self,
         tiles: &mut S::Tiles,
         panels: Range<usize>,
@@ -496,7 +493,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`].
     #[inline(always)]
-    unsafe fn pairs_in_parts<S: Simd>(
+    unsafe fn pairs_in_parts<S: TileSimd>(
         &self,
         tiles: &mut S::Tiles,
         panels: Range<usize>,
@@ -572,7 +569,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// As for [`multiply`]; `sums` has room for a pair.
     #[inline(always)]
-    unsafe fn part<S: Simd>(
+    unsafe fn part<S: TileSimd>(
         &self,
         tiles: &mut S::Tiles,
         elements: *const u16,
@@ -608,7 +605,7 @@ impl<W: TileWeight, P: TileEpilogue> Lane<'_, W, P> {
     /// # Safety
     /// `operands` covers the rows and 64 columns.
     #[inline(always)]
-    unsafe fn pair<S: Simd>(&self, tiles: &mut S::Tiles, pair: usize, operands: &TileOperands) {
+    unsafe fn pair<S: TileSimd>(&self, tiles: &mut S::Tiles, pair: usize, operands: &TileOperands) {
         // SAFETY: passed on to the caller.
         unsafe {
             if pair * PAIR_ROWS + TILE_ROWS >= self.num_rows {

@@ -1,6 +1,6 @@
 //! Rows in the tiles that a unit multiplies: the left operand of [`tile_product`](super::tile_product).
 
-use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
+use crate::backend::cpu::simd::{TileKernel, TileSimd, Vector16};
 use crate::backend::cpu::tiles::{TILE_K, TILE_LEN, TILE_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
@@ -52,7 +52,7 @@ pub(crate) fn make_tiles(
                 let start = target.get().add(row_tile * num_steps * TILE_LEN);
                 std::slice::from_raw_parts_mut(start, num_steps * TILE_LEN)
             };
-            backend.run(RowOfTiles { rows, in_features, inputs, tiles });
+            backend.run_tiles(RowOfTiles { rows, in_features, inputs, tiles });
         }
     })
 }
@@ -65,11 +65,9 @@ struct RowOfTiles<'a> {
     tiles: &'a mut [u16],
 }
 
-impl Kernel for RowOfTiles<'_> {
-    type Output = ();
-
+impl TileKernel for RowOfTiles<'_> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: TileSimd>(self) {
         let Inputs { order, round } = self.inputs;
         let num_rows = self.rows.len() / self.in_features;
         if num_rows < TILE_ROWS || !self.in_features.is_multiple_of(TILE_K) {
@@ -105,7 +103,7 @@ impl Kernel for RowOfTiles<'_> {
 /// Writes a row, or a part of it that begins with a tile, to its places in a row of tiles, of which the
 /// first is that of `tiles`.
 #[inline(always)]
-pub(crate) fn store_row<S: Simd>(x: &[f32], tiles: &mut [u16]) {
+pub(crate) fn store_row<S: TileSimd>(x: &[f32], tiles: &mut [u16]) {
     for (x, place) in x.chunks(TILE_K).zip(tiles.chunks_mut(TILE_LEN)) {
         // SAFETY: this is called by a kernel, which runs for an instruction set that is there; 32 values
         // are read and written, of a copy where there are fewer.

@@ -9,7 +9,7 @@ use super::cpu_integer_rows::{
     Stretch, TileFactors, TileLayout, BLOCK_BYTES, CODES_BYTES, PAIR_ROWS,
 };
 use crate::backend::cpu::dot::UNIT;
-use crate::backend::cpu::simd::{Simd, Vector16};
+use crate::backend::cpu::simd::{TileSimd, Vector16};
 use crate::backend::cpu::tiles::{ByteOperands, TileUnit, ROW_BYTES, TILE_BYTES, TILE_ROWS};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::quantised::{unit_bytes, Code};
@@ -75,7 +75,7 @@ struct Block([u8; BLOCK_BYTES]);
 /// The instruction set is there, and the pointers of `rows` are valid for its rows and the segments;
 /// `sums` has a place for each panel, with as many rows as make whole pairs of rows of tiles.
 #[inline(always)]
-pub(super) unsafe fn signed_stretch<S: Simd, const PARTS: usize>(
+pub(super) unsafe fn signed_stretch<S: TileSimd, const PARTS: usize>(
     unit: &mut S::Tiles,
     rows: &SignedRows<'_>,
     segments: Range<usize>,
@@ -168,7 +168,7 @@ impl<V: Vector16> Scaled<V> {
     /// The instruction set is there; `block` is valid for `PARTS` times 16 rows of 32 sums, and `sums` for
     /// as many rows as are finished.
     #[inline(always)]
-    unsafe fn finish<S: Simd<Vector = V>, const PARTS: usize>(
+    unsafe fn finish<S: TileSimd<Vector = V>, const PARTS: usize>(
         self,
         block: *const i32,
         factors: &TileFactors,

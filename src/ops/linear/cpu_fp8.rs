@@ -11,7 +11,7 @@
 //! added up in f32 from the first chunk to the last. A chunk is what a group of the weight and a group of
 //! activations have in common. The bits of a row do not depend on the rows beside it.
 
-use crate::backend::cpu::simd::{Element, Kernel, Operands, PairElement, Simd, Vector16};
+use crate::backend::cpu::simd::{Bf16Kernel, Bf16Simd, Element, Operands, PairElement, Vector16};
 use crate::backend::cpu::streaming::Ahead;
 use crate::backend::cpu::tile::{tile_rows, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer, Streaming};
@@ -77,7 +77,7 @@ pub(super) fn multiply_fp8<P: TileEpilogue>(
     let scales = SendPointer(activations.as_bytes_mut().as_mut_ptr().cast::<f32>());
     let rows = SendPointer(scales.get().wrapping_add(num_rows * num_groups).cast::<u32>());
     backend.parallel_tokens(num_rows, in_features, |tokens| {
-        backend.run(MakeRows {
+        backend.run_bf16(MakeRows {
             x: &x[tokens.start * in_features..tokens.end * in_features],
             weight,
             rows: rows.get().wrapping_add(tokens.start * row_stride(in_features)),
@@ -100,11 +100,9 @@ struct MakeRows<'a> {
     scales: *mut f32,
 }
 
-impl Kernel for MakeRows<'_> {
-    type Output = ();
-
+impl Bf16Kernel for MakeRows<'_> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: Bf16Simd>(self) {
         let (in_features, order) = (self.weight.in_features(), self.weight.order());
         let (stride, num_groups) = (row_stride(in_features), num_input_groups(in_features));
         let quantises = self.weight.format().quantises_inputs;
@@ -112,7 +110,7 @@ impl Kernel for MakeRows<'_> {
             // SAFETY: there are row_stride places and a scale for each group of each row, which are given out
             // once; an activation of bf16 takes up to four bytes.
             let (to, scales) = unsafe {
-                type Activation<S> = <<S as Simd>::Bf16 as Element>::Activation;
+                type Activation<S> = <<S as Bf16Simd>::Bf16 as Element>::Activation;
                 let to = self.rows.add(row * stride).cast::<Activation<S>>();
                 let scales = self.scales.add(row * num_groups);
                 (
@@ -189,7 +187,7 @@ impl MadeSums for Chunks<'_> {
     }
 
     #[inline(always)]
-    unsafe fn add_up<S: Simd>(
+    unsafe fn add_up<S: Bf16Simd>(
         &self,
         panel: usize,
         rows: &Range<usize>,
@@ -253,7 +251,7 @@ impl Chunks<'_> {
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
-    unsafe fn few_rows<S: Simd, const ROWS: usize>(&self, chunk: &Chunk<'_>, row: usize) {
+    unsafe fn few_rows<S: Bf16Simd, const ROWS: usize>(&self, chunk: &Chunk<'_>, row: usize) {
         // SAFETY: a row of codes is 64 bytes, of which the chunk has `len`; rows have an activation for each
         // value of k, and one more where that is odd; a prefetch may point anywhere.
         unsafe {
@@ -281,7 +279,7 @@ impl Chunks<'_> {
     /// # Safety
     /// As for [`MadeSums::add_up`].
     #[inline(always)]
-    unsafe fn add<S: Simd>(
+    unsafe fn add<S: Bf16Simd>(
         &self,
         chunk: &Chunk<'_>,
         row: usize,
@@ -307,7 +305,12 @@ impl Chunks<'_> {
     /// # Safety
     /// As for [`MadeSums::add_up`].
     #[inline(always)]
-    unsafe fn many_rows<S: Simd>(&self, chunk: &Chunk<'_>, rows: &Range<usize>, numbers: *mut u16) {
+    unsafe fn many_rows<S: Bf16Simd>(
+        &self,
+        chunk: &Chunk<'_>,
+        rows: &Range<usize>,
+        numbers: *mut u16,
+    ) {
         // SAFETY: as in `few_rows`; there is room for the numbers of a chunk, and for the sums of a strip.
         unsafe {
             for k in (0..chunk.len).step_by(PAIR) {

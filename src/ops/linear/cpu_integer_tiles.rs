@@ -23,7 +23,7 @@ use super::cpu_integer_rows::{
     MANY_ROWS, PAIR_ROWS, STEP_BYTES, STRETCH_STEPS,
 };
 use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
-use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
+use crate::backend::cpu::simd::{TileKernel, TileSimd, Vector16};
 use crate::backend::cpu::tile::prefetch;
 use crate::backend::cpu::tiles::{IntegerOperands, TileOperands, TileUnit, TILE_K, TILE_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -112,7 +112,7 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         // SAFETY: the buffer has lane_bytes for each of num_lanes > lane, a multiple of 64.
         let memory = unsafe { scratch.get().add(lane * lane_bytes) };
-        backend.run(Lane {
+        backend.run_tiles(Lane {
             a: a.get(),
             factors: factors.get(),
             num_rows,
@@ -164,12 +164,9 @@ struct Pending {
     is_first: bool,
 }
 
-impl<P: TileEpilogue> Kernel for Lane<'_, P> {
-    type Output = ();
-    const HAS_TILES: bool = true;
-
+impl<P: TileEpilogue> TileKernel for Lane<'_, P> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run<S: TileSimd>(self) {
         // SAFETY: `run` is called for an instruction set that is there, and this lane is the only
         // user of the unit on this thread.
         let Some(mut unit) = (unsafe { S::Tiles::ready() }) else { return };
@@ -209,7 +206,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
     /// Makes some panels of the result for pairs of rows of tiles. `SIGNED` is the number of bytes of an
     /// activation where codes are signed bytes, otherwise zero.
     #[inline(always)]
-    fn panels<S: Simd, const SIGNED: usize, const BYTES: bool, const ZEROS: bool>(
+    fn panels<S: TileSimd, const SIGNED: usize, const BYTES: bool, const ZEROS: bool>(
         &self,
         unit: &mut S::Tiles,
         panels: Range<usize>,
@@ -264,7 +261,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
     /// # Safety
     /// The lane has `num_panels` stretches of these segments; `sums` has a place for each panel.
     #[inline(always)]
-    unsafe fn stretch<S: Simd, const BYTES: bool, const ZEROS: bool>(
+    unsafe fn stretch<S: TileSimd, const BYTES: bool, const ZEROS: bool>(
         &self,
         unit: &mut S::Tiles,
         first_row: usize,
@@ -369,7 +366,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
 
     /// Decodes some segments of a panel.
     #[inline(always)]
-    fn decode<S: Simd, const SIGNED: usize>(
+    fn decode<S: TileSimd, const SIGNED: usize>(
         &self,
         panel: usize,
         segments: Range<usize>,
@@ -453,7 +450,7 @@ impl Pending {
     /// # Safety
     /// The instruction set is there, and the pointers are valid for 16 rows of 32 columns.
     #[inline(always)]
-    unsafe fn finish<S: Simd, const BYTES: bool, const ZEROS: bool>(&self) {
+    unsafe fn finish<S: TileSimd, const BYTES: bool, const ZEROS: bool>(&self) {
         // SAFETY: passed on to the caller; a row is 32 numbers of a block and 64 sums.
         unsafe {
             let scales = [S::Vector::load(self.scales), S::Vector::load(self.scales.add(16))];

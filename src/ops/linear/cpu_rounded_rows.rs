@@ -1,7 +1,7 @@
 //! Rows of activations rounded to bf16, in the form in which an instruction set without tiles multiplies
 //! them: the left operand of products with panels of bf16.
 
-use crate::backend::cpu::simd::{Element, Kernel, Simd};
+use crate::backend::cpu::simd::{Bf16Kernel, Bf16Simd, Element};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::memory::{DType, HostBuffer};
@@ -33,7 +33,7 @@ pub(super) fn round_rows(
     backend.parallel_tokens(num_rows, in_features, |rows| {
         let x = &x[rows.start * in_features..rows.end * in_features];
         let (first, target) = (rows.start, target.get());
-        backend.run(RoundRows { x, in_features, order, first, target, a_stride });
+        backend.run_bf16(RoundRows { x, in_features, order, first, target, a_stride });
     })?;
     let a = SendPointer(buffer.as_bytes_mut().as_mut_ptr());
     Ok(Rows { a, a_stride, num_rows })
@@ -50,12 +50,10 @@ struct RoundRows<'a> {
     a_stride: usize,
 }
 
-impl Kernel for RoundRows<'_> {
-    type Output = ();
-
+impl Bf16Kernel for RoundRows<'_> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
-        type Activation<S> = <<S as Simd>::Bf16 as Element>::Activation;
+    fn run<S: Bf16Simd>(self) {
+        type Activation<S> = <<S as Bf16Simd>::Bf16 as Element>::Activation;
         if self.in_features == 0 {
             return;
         }

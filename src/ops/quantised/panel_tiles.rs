@@ -6,7 +6,7 @@
 use super::format::{Code, QuantFormat};
 use super::panels::{unit_bytes, Group, QuantisedPanels};
 use crate::backend::cpu::dot::UNIT;
-use crate::backend::cpu::simd::{Simd, Vector16};
+use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::tile::prefetch;
 use crate::backend::cpu::tiles::{TILE_BYTES, TILE_K, TILE_LEN};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
@@ -45,28 +45,8 @@ impl TileWeight for QuantisedPanels {
         steps: &Range<usize>,
         room: *mut u16,
     ) -> *const u16 {
-        let division = self.division();
-        let in_features = self.in_features();
-        let places = steps.start * TILE_K..in_features.min(steps.end * TILE_K);
-        let group_size = self.format().group_size.clamp(1, in_features.max(1));
-        // SAFETY: the caller has the instruction set and room for the steps. The last one is filled up where
-        // the inputs end; groups begin with a step, and none goes beyond `places`.
-        unsafe {
-            if !places.end.is_multiple_of(TILE_K) && !steps.is_empty() {
-                room.add((steps.len() - 1) * STEP_LEN).write_bytes(0, STEP_LEN);
-            }
-            for index in places.start / group_size..places.end.div_ceil(group_size) {
-                let Some(group) = self.group(&division, panel, index) else { break };
-                let first = group.places.start.max(places.start);
-                let part = first..group.places.end.min(places.end);
-                let to = room.add((first / TILE_K - steps.start) * STEP_LEN);
-                match self.format().code {
-                    Code::Int4 => integers::<S, true>(&group, part, to),
-                    Code::Int8 => integers::<S, false>(&group, part, to),
-                    Code::Fp8 => floats::<S>(&group, part, to),
-                }
-            }
-        }
+        // SAFETY: passed on to the caller.
+        unsafe { S::run(MakeSteps { panels: self, panel, steps, room }) }
         room
     }
 
@@ -74,6 +54,44 @@ impl TileWeight for QuantisedPanels {
     #[inline(always)]
     fn address(&self, _panel: usize, _step: usize) -> *const u8 {
         std::ptr::null()
+    }
+}
+
+/// Makes some steps of a panel into tiles, in `room` for as many.
+struct MakeSteps<'a> {
+    panels: &'a QuantisedPanels,
+    panel: usize,
+    steps: &'a Range<usize>,
+    room: *mut u16,
+}
+
+impl Kernel for MakeSteps<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let MakeSteps { panels, panel, steps, room } = self;
+        let (division, in_features) = (panels.division(), panels.in_features());
+        let places = steps.start * TILE_K..in_features.min(steps.end * TILE_K);
+        let group_size = panels.format().group_size.clamp(1, in_features.max(1));
+        // SAFETY: `run` is called for an instruction set that is there, and there is room for the steps. The last one is filled up where
+        // the inputs end; groups begin with a step, and none goes beyond `places`.
+        unsafe {
+            if !places.end.is_multiple_of(TILE_K) && !steps.is_empty() {
+                room.add((steps.len() - 1) * STEP_LEN).write_bytes(0, STEP_LEN);
+            }
+            for index in places.start / group_size..places.end.div_ceil(group_size) {
+                let Some(group) = panels.group(&division, panel, index) else { break };
+                let first = group.places.start.max(places.start);
+                let part = first..group.places.end.min(places.end);
+                let to = room.add((first / TILE_K - steps.start) * STEP_LEN);
+                match panels.format().code {
+                    Code::Int4 => integers::<S, true>(&group, part, to),
+                    Code::Int8 => integers::<S, false>(&group, part, to),
+                    Code::Fp8 => floats::<S>(&group, part, to),
+                }
+            }
+        }
     }
 }
 
