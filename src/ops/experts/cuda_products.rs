@@ -199,7 +199,9 @@ impl Products {
             WeightFormat::Quantised(layout) => Form::Quantised(match mean {
                 _ if num_tokens <= 16 => 8,
                 ..4.0 if layout.format().code.bits() == 8 => 8,
-                ..40.0 => 32,
+                // The larger tile pays from fewer tokens on where numbers are made of 4 bits.
+                ..40.0 if layout.format().code.bits() == 8 => 32,
+                ..12.0 => 32,
                 _ => 64,
             }),
             WeightFormat::Dense(_)
