@@ -247,8 +247,9 @@ fn ceilings_of(options: &Options) -> Ceilings {
     if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
         return Ceilings { read_gbs, tflops };
     }
-    let (context, num_bytes, gemm_size) = if options.cpu_threads.is_some() {
-        (tensors::context(xserv_device_kind::XSERV_DEVICE_CPU), 256 << 20, 1024)
+    let (context, num_bytes, gemm_size) = if let Some(num_threads) = options.cpu_threads {
+        let kind = xserv_device_kind::XSERV_DEVICE_CPU;
+        (tensors::context_with(kind, num_threads as u32), 256 << 20, 1024)
     } else {
         (tensors::cuda(), 4 << 30, 8192)
     };

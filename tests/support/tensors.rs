@@ -127,13 +127,18 @@ pub fn refused(status: xserv_status) -> String {
 }
 
 pub fn context(kind: xserv_device_kind) -> Option<Context> {
+    context_with(kind, 2)
+}
+
+/// The same with a number of threads on the CPU.
+pub fn context_with(kind: xserv_device_kind, num_threads: u32) -> Option<Context> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: plain out-pointers and a filled struct.
     let status = unsafe {
         let mut options = std::mem::zeroed();
         xserv_context_options_init(&mut options, size_of_val(&options));
         options.device_kind = kind as u32;
-        options.num_threads = 2;
+        options.num_threads = num_threads;
         xserv_context_new(&options, &mut handle)
     };
     let name = if kind == xserv_device_kind::XSERV_DEVICE_CPU { "cpu" } else { "cuda" };
